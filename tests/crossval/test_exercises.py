@@ -633,6 +633,15 @@ CASES = {
             (Edit("float32(127)", "float32(128)"), "128 / max"),
             (Edit("np.rint(x * a)", "x * a"), "not rounded to integers"),
             (Edit("np.abs(x)", "x"), "maximum is of"),
+            (
+                Edit(
+                    """np.abs(x).max(axis=-1, keepdims=True), np.float32(1e-5))
+    x_q = np.clip(np.rint(x * a), -128, 127)""",
+                    """x.max(axis=-1, keepdims=True), np.float32(1e-5))
+    x_q = np.rint(x * a)""",
+                ),
+                "goes below −128",
+            ),
         ]
     ),
     "3b.4": Case(
@@ -657,6 +666,17 @@ CASES = {
             (Edit("[None, :] > np", "[None, :] < np"), "turned round"),
             (Edit("np.arange(T - n, T)", "np.arange(n)"), "token T − n \\+ i"),
             (Edit("-np.inf", "0"), "hidden scores are 0"),
+            (Edit("[None, :] > np", "[None, :] >= np"), "hides the token itself"),
+            (
+                Edit(
+                    """    scores = np.where(hidden, -np.inf, scores)
+    e = np.exp((scores - scores.max(axis=-1, keepdims=True)).astype(np.float64))
+    pattern = (e / e.sum(axis=-1, keepdims=True)).astype(np.float32)""",
+                    """    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    pattern = np.where(hidden, 0, e / e.sum(axis=-1, keepdims=True))""",
+                ),
+                "mask comes after softmax",
+            ),
         ]
     ),
     "3b.6": Case(
@@ -692,7 +712,9 @@ CASES = {
             (Edit('attend(q, cache["k"], cache["v"])', "attend(q, k, v)"), "one by one: the cache is right"),
             (Edit('cache["k"], cache["v"] = ', "_ = "), "raised"),
             (Edit("h = rms_norm(x, layer.attn_norm)", "h = x"), "first norm is missing"),
-            (Edit("h = rms_norm(x, layer.ffn_norm)", "pass"), "second norm is missing"),
+            (Edit("h = rms_norm(x, layer.ffn_norm)", "pass"), "second norm is missing: gate and up read what"),
+            (Edit("h = rms_norm(x, layer.ffn_norm)", "h = x"), "second norm is missing: gate and up read x"),
+            (Edit("x = x + bit", "x = h + bit"), "added to the normalised x"),
             (Edit("attn_sub_norm", "attn_norm"), "attn_norm twice"),
             (Edit("return x + bit", "return h + bit"), "must be added to x"),
             (
@@ -707,6 +729,7 @@ CASES = {
     "3b.8": Case(
         [
             (Edit("argmax", "argmin"), "argmin"),
+            (Edit("encode(prompt)", "encode(prompt)[1:]"), "BOS is missing"),
             (Edit("if token in tokenizer.eos_ids:", "if token < 0:"), "does not stop before"),
             (Edit("ids + new)", "new)"), "prompt is missing"),
             (Edit("len(new) < max", "len(new) <= max"), "too many"),

@@ -110,6 +110,10 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     name = "blocks.0.attn.q_proj.hook_out"
     slips = {
         "the maximum is of |x|; yours is of x": ("np.abs(x).max", "x.max"),
+        "the maximum is of |x|; yours is of x, and x_q goes below −128": (
+            "np.abs(x).max(axis=-1, keepdims=True), np.float32(1e-5))\n    x_q = np.clip(np.rint(x * a), -128, 127)",
+            "x.max(axis=-1, keepdims=True), np.float32(1e-5))\n    x_q = np.rint(x * a)",
+        ),
         "the activations are not rounded to integers: x_q is np.rint(x · a)": ("np.rint(x * a)", "x * a"),
     }
     made = edited(model, "3b.3", slips, x, layer.q_proj)
@@ -167,10 +171,18 @@ def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorde
         ),
         "the mask is turned round: it hides the past and shows the future": ("[None, :] > np", "[None, :] < np"),
         "hidden scores are 0, which softmax makes a share; they must be −∞": ("-np.inf", "0"),
+        "the mask comes after softmax, whose sums have the hidden scores in them; it comes before": (
+            "e.sum(axis=-1, keepdims=True)",
+            'np.exp(np.einsum("ihd,jhd->hij", wide_q, wide_k) / np.sqrt(d) - scores.max(axis=-1, keepdims=True))'
+            ".sum(axis=-1, keepdims=True)",
+        ),
         "softmax sums over the queries; it must sum over the keys, axis=-1": ("e.sum(axis=-1", "e.sum(axis=-2"),
     }
-    made = edited(model, "3b.5", slips, q, k, v)
-    sentence = expect_tensor(model, tokens, recorded, name, run(answer, q, k, v), "blocks.0.attn.hook_v", made)
+    made, mine = edited(model, "3b.5", slips, q, k, v), as_array(run(answer, q, k, v))
+    strict = with_edit(model, "3b.5", "[None, :] > np", "[None, :] >= np")(q, k, v)
+    if mine.shape == strict.shape and np.allclose(mine[1:], strict[1:], atol=1e-5):  # the first token sees nothing
+        raise Wrong("Likely mistake: the mask hides the token itself, too. Query i of n sees the keys j <= T − n + i.")
+    sentence = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.attn.hook_v", made)
     for n in (1, 3):
         try:
             expect_array(run(answer, q[-n:], k, v), recorded[name][-n:])
@@ -208,6 +220,10 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     )
     slips = {
         "the attention's result replaces x; it must be added to it": ("x = x + bit", "x = bit"),
+        "the attention's result is added to the normalised x; it must be added to x itself": (
+            "x = x + bit",
+            "x = h + bit",
+        ),
         "the feed-forward's result replaces x; it must be added to it": ("return x + bit", "return bit"),
         "both halves use attn_norm; the second has ffn_norm": ("layer.ffn_norm", "layer.attn_norm"),
         "the keys are not turned: rope is for q and k": turned,
@@ -220,6 +236,7 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
             "h = rms_norm(x, layer.ffn_norm)",
             "pass",
         ),
+        "the second norm is missing: gate and up read x itself": ("h = rms_norm(x, layer.ffn_norm)", "h = x"),
         "the queries are not turned: rope is for q and k": (turned[0].replace("k_", "q_").replace("G", "H"), q_alone),
         "k_proj and v_proj are exchanged": ("h, layer.k_proj", "h, layer.v_proj"),
         "the attention has attn_norm twice; before o_proj comes attn_sub_norm": ("attn_sub_norm", "attn_norm"),
@@ -340,6 +357,7 @@ def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[i
             f"{with_prompt}."
         )
     slips = {
+        "BOS is missing: feed all ids of tokenizer.encode, the first one too": ("encode(prompt)", "encode(prompt)[1:]"),
         "argmin instead of argmax": ("argmax", "argmin"),
         "the logits of the first token are used; the last one's say what comes next": ("x[-1:]", "x[:1]"),
         "the last norm, w.final_norm, is missing": ("rms_norm(x[-1:], w.final_norm)", "x[-1:]"),
