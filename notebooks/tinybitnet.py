@@ -239,7 +239,9 @@ def write(w, packed, tokens, n, rng, temperature=0.7):
 
 def main():
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("alice.txt")
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if len(text) <= 10 * T:  # the last tenth is the pages it never saw
+        sys.exit(f"{path} is no text of enough letters: some 700 are needed")
     letters, rng = sorted({*text, *PROMPT}), np.random.default_rng(1)
     data = np.array([letters.index(c) for c in text])
     train, unseen = np.split(data, [len(data) * 9 // 10])
@@ -252,10 +254,8 @@ def main():
     for step in range(STEPS + 1):
         if step % (STEPS // 10) == 0:
             loss = np.mean([loss_and_gradients(w, batch(unseen, np.random.default_rng(i)))[0] for i in range(8)])
-            print(
-                f"step {step:4}   loss on pages it never saw {loss:.3f}   {time.perf_counter() - start:3.0f} s",
-                flush=True,
-            )
+            seconds = time.perf_counter() - start
+            print(f"step {step:4}   loss on pages it never saw {loss:.3f}   {seconds:3.0f} s", flush=True)
         adamw(w, loss_and_gradients(w, batch(train, rng))[1], m, v, step + 1, *schedule(step))
     packed = {name: (pack(w_t), s) for name, (w_t, s) in round_all(w).items()}
     before, after = sum(w[name].nbytes for name in packed), sum(data.nbytes for data, _ in packed.values())

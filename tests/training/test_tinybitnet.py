@@ -157,6 +157,16 @@ def test_the_command_of_the_readme(tiny, monkeypatch, capsys):
     assert len(text) == len(tiny.PROMPT) + 500
 
 
+@pytest.mark.parametrize("letters", [None, 0, 640])
+def test_a_text_that_is_too_short_or_missing_ends_in_one_line(letters, tiny, tmp_path, monkeypatch):
+    path = tmp_path / "short.txt"
+    if letters is not None:
+        path.write_text("a" * letters, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [str(FILE), str(path)])
+    with pytest.raises(SystemExit, match="some 700 are needed"):
+        tiny.main()
+
+
 def test_it_needs_numpy_alone_and_is_short():
     source = FILE.read_text(encoding="utf-8")
     assert sum(map(bool, source.splitlines())) <= 200  # four screens
