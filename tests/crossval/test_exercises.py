@@ -21,7 +21,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
-from bitnet_ref.crossval.exercises.declare import Wrong, exercise_texts
+from bitnet_ref.crossval.exercises.declare import Unanswered, Wrong, exercise_texts, run
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.lessons.analysis import DIALECTS
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
@@ -2386,6 +2386,22 @@ def test_a_tensor_of_the_run(notebook):
         assert answered.status == "wrong"
         assert re.search(says, answered.text), answered.text
     assert "did you mean blocks.0.attn.hook_q" in check.judge("blocks.0.attn.q", right).text
+
+
+def as_given(values):
+    return None  # TODO
+
+
+def without_return(values):
+    sorted(values)
+
+
+def test_a_missing_return_is_no_open_exercise():
+    for function in (as_given, lambda values: None):
+        with pytest.raises(Unanswered):
+            run(function, [2, 1])
+    with pytest.raises(Wrong, match="Is a return missing"):
+        run(without_return, [2, 1])
 
 
 def test_hints_come_one_at_a_time_and_progress_is_kept(capsys):
