@@ -258,6 +258,7 @@ CASES = {
             (Edit(".sum()", ".sum() * w_t.size"), "all weights together"),
             (lambda w_t: np.log2(len(np.unique(w_t))), "equally frequent"),
             (Edit("(w_t == value).mean()", "(w_t == value).sum() / len(w_t)"), "len.w_t. is the number of rows"),
+            (Edit(".mean() for", ".sum() for"), "a share is a count divided by"),
             (lambda w_t: 1.585, "1.585 is too large|1.585 is too small"),
         ]
     ),
@@ -328,7 +329,8 @@ CASES = {
     ),
     "1.hf": Case(
         [
-            (lambda plane: quantization.unpack_ternary(plane, 4 * plane.shape[1]), "reshape it"),
+            (lambda plane: quantization.unpack_ternary(plane, 4 * plane.shape[1]), "four rows, R apart. The quarters"),
+            (Edit("(plane >> shift & 3).astype(np.int8) - 1", "plane >> shift & 3 - 1"), "& 3 - 1 is & 2"),
             (Edit("(0, 2, 4, 6)", "(6, 4, 2, 0)"), "you began with the highest"),
             (Edit(".astype(np.int8) - 1", ""), "take 1 away"),
             (Edit(" & 3", ""), "& 3 is missing"),
@@ -363,7 +365,11 @@ CASES = {
             (Edit(".reshape(len(packed), -1)", ""), "reshape it"),
             (Edit(" & 3", ""), "& 3 is missing"),
             (Edit(" - 1", " + 1"), "code 0 is −1"),
-            (Edit(" & 3", ""), "& 3 is missing"),
+            (lambda p: (p[..., None] >> np.array([0, 2, 4, 6]) & 3 - 1).reshape(len(p), -1), "& 3 - 1 is & 2"),
+            (
+                lambda packed: np.maximum(quantization.unpack_ternary(packed, 4 * packed.shape[1]), 0),
+                "Every wrong value",
+            ),
         ],
         [lambda packed: quantization.unpack_ternary(packed, 4 * packed.shape[1]).tolist()],
     ),

@@ -24,6 +24,8 @@ from ..declare import Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
 
+BRACKETS = "− comes before &: & 3 - 1 is & 2. Put the & into brackets"
+
 
 @exercise("1.entropy")
 def entropy_of_three(answer: Any) -> str:
@@ -44,7 +46,8 @@ def entropy_of_three(answer: Any) -> str:
             bits * w_t.size: "That is the bits of all weights together.",
             float(np.log2(len(p))): "That would be so if the values were equally frequent.",
         }
-        by_rows = p * w_t.size / len(w_t)
+        by_rows, counts = p * w_t.size / len(w_t), p * w_t.size
+        mistakes[float(-(counts * np.log2(counts)).sum())] = "Those are counts: a share is a count divided by w_t.size."
         mistakes[float(-(by_rows * np.log2(by_rows)).sum())] = (
             "len(w_t) is the number of rows: a share is of all weights, w_t.size."
         )
@@ -100,6 +103,7 @@ def four_from_a_byte(answer: Any) -> str:
         "a byte holds four neighbours; you put them a quarter of a row apart": strided.reshape(6, 32) - 1.0,
         "& 3 is missing: the codes above are still there": unmasked.astype(np.int8).reshape(6, 32) - np.int8(1),
         "add instead of take away: code 0 is −1": codes.reshape(6, 32) + 1.0,
+        BRACKETS: codes.reshape(6, 32) & 2,
         "the minus 1 was computed in uint8, where 0 − 1 is 255": (codes.reshape(6, 32) - np.uint8(1)).astype(float),
     }
     expect_array(run(answer, packed), right, mistakes=mistakes)
@@ -146,12 +150,19 @@ def rows_far_apart(answer: Any) -> str:
         ),
         "those are four neighbours of a row, as in this package's own order": codes.transpose(1, 2, 0).reshape(24, 8),
         "the codes are 0, 1, 2: take 1 away": right + 1,
+        BRACKETS: right + 1 & 2,
         "& 3 is missing: the codes above are still there": np.concatenate(
             [(plane >> shift).astype(np.int8) - np.int8(1) for shift in (0, 2, 4, 6)]
         ),
         "the minus 1 was computed in uint8, where 0 − 1 is 255": right.astype(np.int64) % 256,
     }
-    expect_array(run(answer, plane), right, mistakes=mistakes)
+    mine = as_array(run(answer, plane))
+    if mine.size == right.size and mine.shape[0] == len(plane):
+        raise Wrong(
+            f"Its shape is {mine.shape}, not {right.shape}, and a reshape would misplace the weights: the "
+            "four of a byte belong to four rows, R apart. The quarters of the rows must be the first axis."
+        )
+    expect_array(mine, right, mistakes=mistakes)
     return "Of the same bytes, another matrix than unpack_four would make."
 
 
