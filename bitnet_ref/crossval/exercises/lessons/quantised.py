@@ -27,6 +27,59 @@ from ..declare import Wrong, draws, exercise, run
 BRACKETS = "− comes before &: & 3 - 1 is & 2. Put the & into brackets"
 
 
+@exercise("1.absmean")
+def ternary_matrix(answer: Any) -> str:
+    draw = draws(19)
+    w = (draw.normal(0.4, 2, (6, 16)) * draw.uniform(0.5, 1.5, (6, 1))).astype(np.float32)
+    w[np.abs(np.abs(w) / np.abs(w).mean() - 0.5) < 0.01] *= np.float32(0.9)  # nothing near a half: W · (1/s) is W / s
+    right, s = quantization.quantize_weights(w)
+    result = run(answer, w)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise Wrong("Two results are wanted, w_t and s.")
+    if np.shape(result[0]) == () and np.shape(result[1]) == w.shape:
+        raise Wrong("The matrix comes first, then the scale: return w_t, s.")
+    if np.size(result[1]) in w.shape:
+        raise Wrong("s: one scale for each row or column. The mean is of the whole matrix.")
+    sizes = np.abs(w)
+    scales = {
+        sizes.max(): "the mean of |W| is wanted, not the maximum.",
+        w.max(): "the mean of |W| is wanted, not the maximum.",
+        w.mean(): "the mean is of |W|: of W itself, plus and minus cancel.",
+        abs(w.mean()): "that is |mean W|, where plus and minus cancel: take the sizes first, then their mean.",
+        1 / s: "that is 1/s. W ≈ s · W_t: the scale multiplies.",
+        s / 2: "that is the threshold, s/2.",
+        w.std(): "that is the standard deviation; the mean of |W| is wanted.",
+        np.sqrt((w**2).mean()): "that is the root of the mean square; the mean of |W| is wanted.",
+        np.median(sizes): "that is the median of |W|; the mean is wanted.",
+    }
+    try:
+        expect_number(result[1], s, within=1e-5 * s, mistakes=scales, hint="It is the mean of |W|.")
+    except Wrong as wrong:
+        raise Wrong(f"s: {wrong}") from None
+    scaled = w / s
+    matrices = {
+        "the values are cut off where they should be rounded: the threshold is s/2, not s": np.trunc(scaled).clip(
+            -1, 1
+        ),
+        "the values are not clipped to −1 and +1": np.rint(scaled),
+        "the values are not rounded": scaled.clip(-1, 1),
+        "W is divided by s, and neither rounded nor clipped": scaled,
+        "the values are rounded down": np.floor(scaled).clip(-1, 1),
+        "that is the sign alone: what is smaller than s/2 becomes 0": np.sign(w),
+        "W is multiplied by s where it is divided": np.rint(w * s).clip(-1, 1),
+        "W is not divided by s": np.rint(w).clip(-1, 1),
+        "W is divided by its maximum": np.rint(w / sizes.max()).clip(-1, 1),
+        "each row is divided by a mean of its own": np.rint(w / sizes.mean(1, keepdims=True)).clip(-1, 1),
+        "that is s · W_t; the integers themselves are wanted": right * s,
+        "an unsigned type has no −1: take int8": right.astype(np.uint8),
+    }
+    try:
+        expect_array(result[0], right, mistakes=matrices)
+    except Wrong as wrong:
+        raise Wrong(f"w_t: {wrong}") from None
+    return "So every ternary matrix of BitNet b1.58 is made."
+
+
 @exercise("1.entropy")
 def entropy_of_three(answer: Any) -> str:
     draw = draws(11)
