@@ -36,9 +36,10 @@ def ternary_matrix(answer: Any) -> str:
     result = run(answer, w)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise Wrong("Two results are wanted, w_t and s.")
-    if np.shape(result[0]) == () and np.shape(result[1]) == w.shape:
+    w_t, scale = as_array(result[0]), as_array(result[1])
+    if w_t.shape == () and scale.shape == w.shape:
         raise Wrong("The matrix comes first, then the scale: return w_t, s.")
-    if np.size(result[1]) in w.shape:
+    if scale.size in w.shape:
         raise Wrong("s: one scale for each row or column. The mean is of the whole matrix.")
     sizes = np.abs(w)
     scales = {
@@ -53,7 +54,7 @@ def ternary_matrix(answer: Any) -> str:
         np.median(sizes): "that is the median of |W|; the mean is wanted.",
     }
     try:
-        expect_number(result[1], s, within=1e-5 * s, mistakes=scales, hint="It is the mean of |W|.")
+        expect_number(scale, float(s), within=1e-5 * float(s), mistakes=scales, hint="It is the mean of |W|.")
     except Wrong as wrong:
         raise Wrong(f"s: {wrong}") from None
     scaled = w / s
@@ -74,7 +75,7 @@ def ternary_matrix(answer: Any) -> str:
         "an unsigned type has no −1: take int8": right.astype(np.uint8),
     }
     try:
-        expect_array(result[0], right, mistakes=matrices)
+        expect_array(w_t, right, mistakes=matrices)
     except Wrong as wrong:
         raise Wrong(f"w_t: {wrong}") from None
     return "So every ternary matrix of BitNet b1.58 is made."
