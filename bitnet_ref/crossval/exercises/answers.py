@@ -218,11 +218,13 @@ def one_factor(mine: Array, right: Array) -> str:
     good = np.isfinite(right) & (np.abs(right) > 1e-3 * np.abs(right[np.isfinite(right)]).max(initial=0))
     if good.sum() < 2:
         return ""
-    factors, differences = mine[good] / right[good], mine[good] - right[good]
+    factors, differences = mine[good] / right[good], (mine - right)[np.isfinite(right)]
     if factors.mean() in (0, 1):  # all are 0, or what is wrong is where 0 is right
         return "All of yours are 0." * (not mine.any())
-    if np.ptp(factors) <= 1e-4 * abs(factors.mean()):
+    if np.ptp(factors) <= 1e-4 * abs(factors.mean()) and not mine[right == 0].any():
         return f"Every value is {factors.mean():.6g} times the right one: a scale is missing or is one too many."
-    if np.ptp(differences) <= 1e-4 * abs(differences.mean()):
-        return f"Every value is {abs(differences.mean()):.6g} too {'large' if differences.mean() > 0 else 'small'}."
+    wrong = differences[differences != 0]
+    if wrong.size > 1 and np.ptp(wrong) <= 1e-4 * abs(wrong.mean()):
+        which = "value" if wrong.size == differences.size else "wrong value"
+        return f"Every {which} is {abs(wrong.mean()):.6g} too {'large' if wrong.mean() > 0 else 'small'}."
     return ""

@@ -24,6 +24,62 @@ from ..declare import Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
 
+BRACKETS = "− comes before &: & 3 - 1 is & 2. Put the & into brackets"
+
+
+@exercise("1.absmean")
+def ternary_matrix(answer: Any) -> str:
+    draw = draws(19)
+    w = (draw.normal(0.4, 2, (6, 16)) * draw.uniform(0.5, 1.5, (6, 1))).astype(np.float32)
+    w[np.abs(np.abs(w) / np.abs(w).mean() - 0.5) < 0.01] *= np.float32(0.9)  # nothing near a half: W · (1/s) is W / s
+    right, s = quantization.quantize_weights(w)
+    result = run(answer, w)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise Wrong("Two results are wanted, w_t and s.")
+    w_t, scale = as_array(result[0]), as_array(result[1])
+    if w_t.shape == () and scale.shape == w.shape:
+        raise Wrong("The matrix comes first, then the scale: return w_t, s.")
+    if scale.size in w.shape:
+        raise Wrong("s: one scale for each row or column. The mean is of the whole matrix.")
+    sizes = np.abs(w)
+    scales = {
+        sizes.max(): "the mean of |W| is wanted, not the maximum.",
+        w.max(): "the mean of |W| is wanted, not the maximum.",
+        w.mean(): "the mean is of |W|: of W itself, plus and minus cancel.",
+        abs(w.mean()): "that is |mean W|, where plus and minus cancel: take the sizes first, then their mean.",
+        1 / s: "that is 1/s. W ≈ s · W_t: the scale multiplies.",
+        s / 2: "that is the threshold, s/2.",
+        w.std(): "that is the standard deviation; the mean of |W| is wanted.",
+        np.sqrt((w**2).mean()): "that is the root of the mean square; the mean of |W| is wanted.",
+        np.median(sizes): "that is the median of |W|; the mean is wanted.",
+    }
+    try:
+        expect_number(scale, float(s), within=1e-5 * float(s), mistakes=scales, hint="It is the mean of |W|.")
+    except Wrong as wrong:
+        raise Wrong(f"s: {wrong}") from None
+    scaled = w / s
+    matrices = {
+        "the values are cut off where they should be rounded: the threshold is s/2, not s": np.trunc(scaled).clip(
+            -1, 1
+        ),
+        "the values are not clipped to −1 and +1": np.rint(scaled),
+        "the values are not rounded": scaled.clip(-1, 1),
+        "W is divided by s, and neither rounded nor clipped": scaled,
+        "the values are rounded down": np.floor(scaled).clip(-1, 1),
+        "that is the sign alone: what is smaller than s/2 becomes 0": np.sign(w),
+        "W is multiplied by s where it is divided": np.rint(w * s).clip(-1, 1),
+        "W is not divided by s": np.rint(w).clip(-1, 1),
+        "W is divided by its maximum": np.rint(w / sizes.max()).clip(-1, 1),
+        "each row is divided by a mean of its own": np.rint(w / sizes.mean(1, keepdims=True)).clip(-1, 1),
+        "that is s · W_t; the integers themselves are wanted": right * s,
+        "an unsigned type has no −1: take int8": right.astype(np.uint8),
+    }
+    try:
+        expect_array(w_t, right, mistakes=matrices)
+    except Wrong as wrong:
+        raise Wrong(f"w_t: {wrong}") from None
+    return "So every ternary matrix of BitNet b1.58 is made."
+
 
 @exercise("1.entropy")
 def entropy_of_three(answer: Any) -> str:
@@ -44,7 +100,8 @@ def entropy_of_three(answer: Any) -> str:
             bits * w_t.size: "That is the bits of all weights together.",
             float(np.log2(len(p))): "That would be so if the values were equally frequent.",
         }
-        by_rows = p * w_t.size / len(w_t)
+        by_rows, counts = p * w_t.size / len(w_t), p * w_t.size
+        mistakes[float(-(counts * np.log2(counts)).sum())] = "Those are counts: a share is a count divided by w_t.size."
         mistakes[float(-(by_rows * np.log2(by_rows)).sum())] = (
             "len(w_t) is the number of rows: a share is of all weights, w_t.size."
         )
@@ -100,6 +157,7 @@ def four_from_a_byte(answer: Any) -> str:
         "a byte holds four neighbours; you put them a quarter of a row apart": strided.reshape(6, 32) - 1.0,
         "& 3 is missing: the codes above are still there": unmasked.astype(np.int8).reshape(6, 32) - np.int8(1),
         "add instead of take away: code 0 is −1": codes.reshape(6, 32) + 1.0,
+        BRACKETS: codes.reshape(6, 32) & 2,
         "the minus 1 was computed in uint8, where 0 − 1 is 255": (codes.reshape(6, 32) - np.uint8(1)).astype(float),
     }
     expect_array(run(answer, packed), right, mistakes=mistakes)
@@ -146,12 +204,19 @@ def rows_far_apart(answer: Any) -> str:
         ),
         "those are four neighbours of a row, as in this package's own order": codes.transpose(1, 2, 0).reshape(24, 8),
         "the codes are 0, 1, 2: take 1 away": right + 1,
+        BRACKETS: right + 1 & 2,
         "& 3 is missing: the codes above are still there": np.concatenate(
             [(plane >> shift).astype(np.int8) - np.int8(1) for shift in (0, 2, 4, 6)]
         ),
         "the minus 1 was computed in uint8, where 0 − 1 is 255": right.astype(np.int64) % 256,
     }
-    expect_array(run(answer, plane), right, mistakes=mistakes)
+    mine = as_array(run(answer, plane))
+    if mine.size == right.size and mine.shape[0] == len(plane):
+        raise Wrong(
+            f"Its shape is {mine.shape}, not {right.shape}, and a reshape would misplace the weights: the "
+            "four of a byte belong to four rows, R apart. The quarters of the rows must be the first axis."
+        )
+    expect_array(mine, right, mistakes=mistakes)
     return "Of the same bytes, another matrix than unpack_four would make."
 
 
