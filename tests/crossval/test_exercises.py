@@ -20,6 +20,7 @@ from ml_dtypes import bfloat16
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.crossval import default_tokens
 from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
 from bitnet_ref.crossval.exercises.declare import Unanswered, Wrong, exercise_texts, run
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
@@ -2347,6 +2348,14 @@ def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook)
     suspect = (check.model.on(planted("float32", threads=1)), "128")
     mine = scaled_by(lambda scale: scale * np.float32(128 / 127))
     assert re.search("by rounding alone|rounds otherwise", check.judge("6.hunt", mine, suspect=suspect).text)
+
+    def in_float64(self, x):
+        _, scale = planted.quantize_activations(self, x)
+        return np.clip(np.rint(x.astype(np.float64) * scale), -128, 127).astype(np.int8), scale
+
+    mine = proof("Double", quantize_activations=in_float64)
+    with pytest.raises(Wrong, match=r"x_int8 yours differs .* by rounding alone"):  # an integer tips
+        EXERCISES["6.hunt"].judge(mine, suspect=suspect, model=check.model, tokens=default_tokens(check.model))
 
 
 @pytest.mark.sample(3)
