@@ -225,9 +225,7 @@ PLACES = {
         y[t * y_stride + r] = STEP(total)(lanes + ⟦(r * T + t) → 0⟧ * 32);
         far, x + k, K, some, ⟦k == 0 → 1⟧, lanes
         packed + ⟦m → 0⟧ * packed_columns(K), K, out, next, pack, lines); break;
-        STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K
-        (STEP(f32v))_mm512_cvtph_ps(⟦is_high → !is_high⟧ ? _mm512_extracti64x4_epi64(halves, 1)
-        STEP(fused)((STEP(f32v))v, factor, factor * ⟦-384.0f → -383.0f⟧);""",
+        STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K""",
     "draw_steps.h": r"""
         (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) * ⟦per_temperature → 1.0⟧;
         for (; block + 1 < blocks && below + sums[block] <= target; block++) ⟦below += sums[block] → below += 0⟧;
