@@ -1235,7 +1235,7 @@ CASES = {
             (lambda p, limit: np.where(p >= limit * p.max(), p, 0) / p[p >= limit * p.max()].sum(), "that is min_p"),
             (lambda p, limit: np.where(p > limit, p, 0), "their sum that counts|nothing is left"),
             (lambda p, limit: p, "nothing is cut"),
-            (lambda p, limit: 0 * p, "always kept"),
+            (lambda p, limit: 0 * p, r"p = \[0\.\d{1,3}, .* nothing is left: .*always kept"),
         ],
         [lambda p, limit: (q := p * [p[p > each].sum() < limit for each in p]) / q.sum()],
     ),
@@ -1870,7 +1870,7 @@ CASES = {
             ({0, 1, 2, 3}, "none of the choices"),
             (set(), "empty"),
         ],
-        [[1, 2, 3], "1, 2, 3", np.array([3, 2, 1])],
+        [[1, 2, 3], "1, 2, 3", np.array([3, 2, 1]), range(1, 4)],
     ),
     "11.case3": Case(
         [
@@ -1882,7 +1882,13 @@ CASES = {
             ("the signs are swapped", "right ones"),
             ("bytes swapped", "whole elements"),
             ("scaled", "right ones"),
+            ("the diagonal", "The diagonal is what stays"),
+            ("swap rows", "What is exchanged with what"),
+            ("swap columns", "What is exchanged with what"),
+            ("exchange", "What is exchanged with what"),
+            ("reflected", "At which line"),
             ("wrong", "Rows become columns"),
+            (4, "A text is wanted"),
         ],
         [
             "transposed",
@@ -1891,6 +1897,12 @@ CASES = {
             "a transpose",
             "rows and columns are swapped",
             "mirrored at the diagonal",
+            "Reflection in the diagonal",
+            "the diagonal stays: transposed",
+            "swapaxes",
+            "a.T",
+            ".T",
+            "transponieren",
         ],
     ),
     "11.1": Case(
@@ -1913,6 +1925,8 @@ CASES = {
             ),
             (type("Huge", (Backend,), {"rms_norm": lambda self, x, norm: x}), "NumericsError|Too large"),
             (type("Shape", (Backend,), {"rms_norm": lambda self, x, norm: x[:1]}), "raised"),
+            (type("Nan", (Backend,), {"gated": lambda self, g, u, a: np.nan * g}), "raised NumericsError"),
+            (type("Empty", (Backend,), {"embed": lambda self, w, i: 0 * Backend.embed(self, w, i)}), "all 0"),
             (type("Zero", (Backend,), {"gated": lambda self, g, u, a: 0 * g}), "Too large|raised"),
             (
                 type("Negative", (Backend,), {"embed": lambda self, w, i: -Backend.embed(self, w, i)}),

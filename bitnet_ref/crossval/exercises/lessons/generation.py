@@ -45,7 +45,9 @@ def nucleus(answer: Any) -> str:
             mistakes["the token that reaches the limit is kept, too"] = np.where(short, p, 0) / p[short].sum()
         got = as_array(run(answer, p, limit))
         if got.size == len(p) and not np.nan_to_num(got).any():
-            raise Wrong(f"For p = {p.tolist()} and the limit {limit} nothing is left: the likeliest is always kept.")
+            raise Wrong(
+                f"For p = {np.round(p, 3).tolist()}, limit {limit}, nothing is left: the likeliest is always kept."
+            )
         expect_array(got, right, mistakes=mistakes)
     return "That is nucleus sampling."
 
