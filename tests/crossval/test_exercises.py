@@ -53,13 +53,19 @@ MEASURE = """        trainer.step(tokens)
             losses[step + 1] = trainer.loss(exam)"""
 BOTH_FALLS = "losses[half - width] - losses[half], losses[half] - losses[half + width]"
 MASK = N4[None, :] > N4[:, None]
-PUBLISHED = {"a": "int8, multiply", "b": "int8, divide", "c": "int8, multiply", "d": "groups, float", "e": "rotated"}
+PUBLISHED = {
+    "a": "int8, multiply",
+    "b": "int8, divide",
+    "c": "int8, multiply",
+    "d": "groups, float",
+    "hub/e": "rotated",
+}
 CONFIGS = {  # as in notebook 10
     "a": {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}},
     "b": {"quantization_config": {"quant_method": "bitnet"}},
     "c": {"weight_bits": 1},
     "d": {"model_type": "qwen3", "quantization": {"group_size": 128}},
-    "e": {"model_type": "prism_hadamard_qwen35", "quantization": {"group_size": 128}},
+    "hub/e": {"model_type": "prism_hadamard_qwen35", "quantization": {"group_size": 128}},
 }
 LENS = np.array([[7, 7, 7], [1, 9, 2], [5, 9, 3], [1, 8, 3], [1, 9, 4], [1, 9, 3], [1, 9, 4]])
 
@@ -1745,10 +1751,14 @@ CASES = {
             ({**PUBLISHED, "b": "int8, multiply"}, "divided by"),
             ({**PUBLISHED, "c": "int8, divide"}, "No scale is stored"),
             ({**PUBLISHED, "d": "rotated"}, "a scale for each group"),
-            ({**PUBLISHED, "e": "groups, float"}, "Read its model_type"),
+            ({**PUBLISHED, "hub/e": "groups, float"}, "Read its model_type"),
             ("rotated", "dict"),
         ],
-        [{name: word.upper() for name, word in PUBLISHED.items()}],
+        [
+            {name: word.upper() for name, word in PUBLISHED.items()},
+            {name.removeprefix("hub/"): word for name, word in PUBLISHED.items()},
+            [*PUBLISHED.values()],
+        ],
     ),
     "10.rules": Case(
         [
