@@ -208,7 +208,7 @@ def cells(
             red, green, blue, _ = image.to_rgba(table[r, c])
             dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
             style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else DARK}
-            ax.text(c, r, plain(str(word)), **style)
+            ax.text(c, r, "\n".join(map(plain, str(word).split("\n"))), **style)
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
         if columns is not None:

@@ -54,13 +54,19 @@ MEASURE = """        trainer.step(tokens)
             losses[step + 1] = trainer.loss(exam)"""
 BOTH_FALLS = "losses[half - width] - losses[half], losses[half] - losses[half + width]"
 MASK = N4[None, :] > N4[:, None]
-PUBLISHED = {"a": "int8, multiply", "b": "int8, divide", "c": "int8, multiply", "d": "groups, float", "e": "rotated"}
+PUBLISHED = {
+    "a": "int8, multiply",
+    "b": "int8, divide",
+    "c": "int8, multiply",
+    "d": "groups, float",
+    "hub/e": "rotated",
+}
 CONFIGS = {  # as in notebook 10
     "a": {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}},
     "b": {"quantization_config": {"quant_method": "bitnet"}},
     "c": {"weight_bits": 1},
     "d": {"model_type": "qwen3", "quantization": {"group_size": 128}},
-    "e": {"model_type": "prism_hadamard_qwen35", "quantization": {"group_size": 128}},
+    "hub/e": {"model_type": "prism_hadamard_qwen35", "quantization": {"group_size": 128}},
 }
 LENS = np.array([[7, 7, 7], [1, 9, 2], [5, 9, 3], [1, 8, 3], [1, 9, 4], [1, 9, 3], [1, 9, 4]])
 
@@ -1339,7 +1345,7 @@ CASES = {
             (lambda p, limit: np.where(p >= limit * p.max(), p, 0) / p[p >= limit * p.max()].sum(), "that is min_p"),
             (lambda p, limit: np.where(p > limit, p, 0), "their sum that counts|nothing is left"),
             (lambda p, limit: p, "nothing is cut"),
-            (lambda p, limit: 0 * p, "always kept"),
+            (lambda p, limit: 0 * p, r"p = \[0\.\d{1,3}, .* nothing is left: .*always kept"),
         ],
         [lambda p, limit: (q := p * [p[p > each].sum() < limit for each in p]) / q.sum()],
     ),
@@ -1395,6 +1401,9 @@ CASES = {
             (lambda text, stops: max(map(len, stops), default=0), "a whole stop string is held"),
             (lambda text, stops: min(len(text), max((len(s) - 1 for s in stops), default=0)), "can be no beginning"),
             (Edit("range(1, len(stop))", "(1,)"), "3 are held, and yours are 0"),
+            (Edit("text.endswith(stop[:n])", "stop[:n] in text"), "not anywhere in it"),
+            (Edit("text.endswith(stop[:n])", "stop[:n] in text[-len(stop):]"), "not anywhere in it"),
+            (Edit("text.endswith(stop[:n])", "n <= len(text) and text[-n:] in stop"), "not any piece of it"),
             (lambda text, stops: any(text.endswith(s[:1]) for s in stops), "are held, and yours are"),
             (lambda text, stops: text, "One number"),
         ],
@@ -1846,10 +1855,14 @@ CASES = {
             ({**PUBLISHED, "b": "int8, multiply"}, "divided by"),
             ({**PUBLISHED, "c": "int8, divide"}, "No scale is stored"),
             ({**PUBLISHED, "d": "rotated"}, "a scale for each group"),
-            ({**PUBLISHED, "e": "groups, float"}, "Read its model_type"),
+            ({**PUBLISHED, "hub/e": "groups, float"}, "Read its model_type"),
             ("rotated", "dict"),
         ],
-        [{name: word.upper() for name, word in PUBLISHED.items()}],
+        [
+            {name: word.upper() for name, word in PUBLISHED.items()},
+            {name.removeprefix("hub/"): word for name, word in PUBLISHED.items()},
+            [*PUBLISHED.values()],
+        ],
     ),
     "10.rules": Case(
         [
@@ -1971,7 +1984,7 @@ CASES = {
             ({0, 1, 2, 3}, "none of the choices"),
             (set(), "empty"),
         ],
-        [[1, 2, 3], "1, 2, 3", np.array([3, 2, 1])],
+        [[1, 2, 3], "1, 2, 3", np.array([3, 2, 1]), range(1, 4)],
     ),
     "11.case3": Case(
         [
@@ -1983,7 +1996,13 @@ CASES = {
             ("the signs are swapped", "right ones"),
             ("bytes swapped", "whole elements"),
             ("scaled", "right ones"),
+            ("the diagonal", "The diagonal is what stays"),
+            ("swap rows", "What is exchanged with what"),
+            ("swap columns", "What is exchanged with what"),
+            ("exchange", "What is exchanged with what"),
+            ("reflected", "At which line"),
             ("wrong", "Rows become columns"),
+            (4, "A text is wanted"),
         ],
         [
             "transposed",
@@ -1992,6 +2011,12 @@ CASES = {
             "a transpose",
             "rows and columns are swapped",
             "mirrored at the diagonal",
+            "Reflection in the diagonal",
+            "the diagonal stays: transposed",
+            "swapaxes",
+            "a.T",
+            ".T",
+            "transponieren",
         ],
     ),
     "11.1": Case(
@@ -2014,6 +2039,8 @@ CASES = {
             ),
             (type("Huge", (Backend,), {"rms_norm": lambda self, x, norm: x}), "NumericsError|Too large"),
             (type("Shape", (Backend,), {"rms_norm": lambda self, x, norm: x[:1]}), "raised"),
+            (type("Nan", (Backend,), {"gated": lambda self, g, u, a: np.nan * g}), "raised NumericsError"),
+            (type("Empty", (Backend,), {"embed": lambda self, w, i: 0 * Backend.embed(self, w, i)}), "all 0"),
             (type("Zero", (Backend,), {"gated": lambda self, g, u, a: 0 * g}), "Too large|raised"),
             (
                 type("Negative", (Backend,), {"embed": lambda self, w, i: -Backend.embed(self, w, i)}),

@@ -74,7 +74,7 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
     member or is none."""
     if isinstance(value, str):
         given: Iterable[Any] = [value] if value in choices else re.split(r"[,;]|\band\b", value)
-    elif isinstance(value, (Set, list, tuple, np.ndarray)):
+    elif isinstance(value, (Set, list, tuple, range, np.ndarray)):
         given = value
     else:
         raise Wrong(f"A set is wanted, as {{...}}, not {describe(value)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -420,6 +421,11 @@ def without_keys(answer: Any) -> str:
 
 @exercise("10.published")
 def published_files(answer: Any, published: Mapping[str, Mapping[str, Any]]) -> str:
+    if isinstance(answer, Mapping):  # names without the publisher will do
+        full = {name.split("/")[-1]: name for name in published}
+        answer = {full.get(name, name): dialect for name, dialect in answer.items()}
+    elif isinstance(answer, (list, tuple)) and len(answer) == len(published):
+        answer = dict(zip(published, answer, strict=True))
     for model, given in expect_names(answer, published, DIALECTS):
         right, why = published_dialect(published[model])
         if given != right:
@@ -528,10 +534,21 @@ def squares(answer: Any) -> str:
         "anti": "The elements (i, i) stay: that is the other diagonal.",
         **dict.fromkeys(("byte", "bit", "hal"), "Look at the places of whole elements, in a square of 4 × 4."),
     }
-    if isinstance(answer, str) and "diagonal" not in answer:
-        mistakes["mirror"] = "At which line? The elements (i, i) stay."
-    stems = ("transpos", "swap", "exchang", "diagonal")
-    expect_word(answer, stems, mistakes, "Rows become columns: what is the word for it?")
+    text = re.sub(r"\.T\b", " transpose", str(answer)).lower()
+    pairs = (
+        (("mirror", "reflect"), r"diagonal", "At which line? The elements (i, i) stay."),
+        (("swap", "exchang"), r"row.*col|col.*row|ax[ei]s", "What is exchanged with what?"),
+        (("diagonal",), r"mirror|reflect|transpo", "The diagonal is what stays. What happens to the rest?"),
+    )
+    stems = ["transpo"]
+    for words, needed, sentence in pairs:
+        if re.search(needed, text):
+            stems += words
+        elif "transpo" not in text:
+            mistakes.update(dict.fromkeys(words, sentence))
+    expect_word(
+        text if isinstance(answer, str) else answer, stems, mistakes, "Rows become columns: what is the word for it?"
+    )
     return "Transposed, in tiles of 4 × 4."
 
 
@@ -554,6 +571,8 @@ def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
         if answer.__name__ == "YourSuspect" and "quantize_activations" not in vars(answer):
             raise Unanswered
         raise Wrong("Every tensor is equal, to the last bit: it makes no mistake on this prompt.")
+    if not (np.isfinite(logits).all() and logits.any()):
+        raise Wrong("Too large: your engine's logits are nan, or all 0. A rounding is enough.")
     cosine = as_number((right_logits * logits).sum() / np.linalg.norm(right_logits) / np.linalg.norm(logits))
     top1 = float((right_logits.argmax(-1) == logits.argmax(-1)).mean())
     if cosine <= 0.5 or top1 < 0.5:

@@ -45,7 +45,9 @@ def nucleus(answer: Any) -> str:
             mistakes["the token that reaches the limit is kept, too"] = np.where(short, p, 0) / p[short].sum()
         got = as_array(run(answer, p, limit))
         if got.size == len(p) and not np.nan_to_num(got).any():
-            raise Wrong(f"For p = {p.tolist()} and the limit {limit} nothing is left: the likeliest is always kept.")
+            raise Wrong(
+                f"For p = {np.round(p, 3).tolist()}, limit {limit}, nothing is left: the likeliest is always kept."
+            )
         expect_array(got, right, mistakes=mistakes)
     return "That is nucleus sampling."
 
@@ -174,6 +176,7 @@ def hold_back(answer: Any) -> str:
     cases = [("to make a", ["a little mistake"]), ("to mend", ["a little mistake"]), ("ever, nev", ["never"])]
     cases += [("to make a little mist", ["a little mistake", "mist ahead"]), ("ana", ["nab", "anab"])]
     cases += [("aab", ["aabaac"]), ("it is a", ["a big cat", "the"]), ("", ["never"]), ("hm", [])]
+    cases += [("a fine time", ["a little mistake"]), ("a small list", ["a little mistake"])]  # neither is held
     wrong: dict[str, Callable[[str, Sequence[str]], int]] = {
         "one stop string is looked at; each of them may begin": lambda text, stops: held(text, stops[:1]),
         "the shortest is taken; all that may still become a stop string is to be held": lambda text, stops: min(
@@ -185,6 +188,12 @@ def hold_back(answer: Any) -> str:
         "a whole stop string is held, wherever the text ends": lambda text, stops: max(map(len, stops), default=0),
         "as much as the longest stop string less one is held; most of it can be no beginning": lambda text, stops: min(
             len(text), max((len(stop) - 1 for stop in stops), default=0)
+        ),
+        "a beginning counts only at the very end of the text, not anywhere in it": lambda text, stops: max(
+            (n for stop in stops for n in range(1, len(stop)) if stop[:n] in text), default=0
+        ),
+        "the end of the text must be the first characters of a stop string, not any piece of it": lambda text, stops: (
+            max((n for stop in stops for n in range(1, min(len(text) + 1, len(stop))) if text[-n:] in stop), default=0)
         ),
         "one character is held at most; a longer end may be a beginning": lambda text, stops: min(1, held(text, stops)),
     }
