@@ -18,6 +18,7 @@ from ....reference.weights import TernaryLinear
 from ...compare import compare
 from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word
 from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run
+from ..engines import first_unequal, run_engine
 
 # -- 6: crossval ---------------------------------------------------------------------------------------------------
 
@@ -102,11 +103,11 @@ def mended_port(answer: Any, Port: type, model: Model, tokens: Sequence[int], re
     _, mine = run_engine(answer, model, tokens)
     if not issubclass(answer, Port):
         raise Wrong("Mend the port: class Mended(Port), with a method of its own.")
-    other = next((name for name in recorded if not np.array_equal(mine[name], recorded[name])), None)
+    other = first_unequal(mine, recorded)
     if other is None:
         return f"All {len(recorded)} tensors are equal, to the last bit."
     _, theirs = run_engine(Port, model, tokens)
-    if all(np.array_equal(mine[name], theirs[name]) for name in recorded):
+    if first_unequal(mine, theirs) is None:
         raise Wrong("Nothing has changed: every tensor is the port's.")
     index = tuple(int(i) for i in np.argwhere(mine[other] != recorded[other])[0])
     values = f"{mine[other][index]:.6g}, not {recorded[other][index]:.6g}"
@@ -121,8 +122,8 @@ def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence
         raise Wrong("That is the suspect itself. Write an engine of your own that makes its mistake.")
     _, mine = run_engine(answer, model, tokens)
     right, theirs = (each.run_with_cache(list(tokens))[1] for each in (model, engine))
-    first = next(name for name in right if not np.array_equal(right[name], theirs[name]))
-    other = next((name for name in right if not np.array_equal(mine[name], theirs[name])), None)
+    first, other = first_unequal(theirs, right), first_unequal(mine, theirs)
+    assert first is not None
     if other is None:
         return (
             f"All {len(right)} tensors are equal, to the last bit. Proven: {planted}. Change the seed for the next one."
@@ -130,7 +131,7 @@ def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence
     comparison = compare(theirs, mine, model.config, tokens, own_engine=False)
     if comparison.agrees:
         return f"Proven: {planted}. Yours only rounds otherwise, first at {other}. Change the seed for the next one."
-    if all(np.array_equal(mine[name], right[name]) for name in right):
+    if first_unequal(mine, right) is None:
         raise Wrong("Every tensor is the right model's: your engine makes no mistake.")
     order = list(right)
     if order.index(other) < order.index(first):
@@ -151,17 +152,6 @@ def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence
         )
         raise Wrong(f"The place is right, {first}, but not what happens there: at {list(index)} it is {values}.")
     raise Wrong(f"The beginning is right. The first tensor that differs from the suspect's is {other}.")
-
-
-def run_engine(answer: Any, model: Model, tokens: Sequence[int]) -> tuple[Array, Mapping[str, Array]]:
-    """The logits and tensors of the student's engine. Raises Wrong."""
-    make: Callable[..., Any] = answer
-    if not isinstance(make, type):
-        raise Wrong("Give the class itself, without brackets: a subclass of Backend.")
-    try:
-        return model.on(make("float32", threads=1)).run_with_cache(list(tokens))
-    except Exception as error:
-        raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
 
 
 @exercise("6.1")
@@ -456,7 +446,7 @@ def fluent(answer: Any, trace: Mapping[str, Array], recorded: Mapping[str, Array
     if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[0], str):
         raise Wrong('Two are wanted: (name, function), as ("blocks.0.attn.hook_z", np.tanh).')
     tensor, function = answer[0].strip(), answer[1]
-    first = next(name for name in recorded if not np.array_equal(trace[name], recorded[name]))
+    first = first_unequal(trace, recorded)
     if tensor not in recorded:
         raise Wrong(f"No tensor is called {tensor!r}.")
     if tensor != first:
@@ -567,7 +557,7 @@ def fourth_case(answer: Any) -> str:
 def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
     logits, tensors = run_engine(answer, model, tokens)
     right_logits, right = model.run_with_cache(list(tokens))
-    if all(np.array_equal(tensors[name], right[name]) for name in right):
+    if first_unequal(tensors, right) is None:
         if answer.__name__ == "YourSuspect" and "quantize_activations" not in vars(answer):
             raise Unanswered
         raise Wrong("Every tensor is equal, to the last bit: it makes no mistake on this prompt.")

@@ -200,12 +200,10 @@ def hold_back(answer: Any) -> str:
     given = [as_number(run(answer, text, list(stops))) for text, stops in cases]
     for n, (text, stops) in zip(given, cases, strict=True):
         if n != held(text, stops):
-            causes = (
-                cause
-                for cause, of in wrong.items()
-                if all(each == of(*case) for each, case in zip(given, cases, strict=True))
+            likely = next(
+                (f" Likely mistake: {cause}." for cause, of in wrong.items() if given == [of(*case) for case in cases]),
+                "",
             )
-            likely = "".join(f" Likely mistake: {cause}." for cause in [*causes][:1])
             raise Wrong(
                 f"After {text!r}, with stop={stops}: {held(text, stops)} are held, and yours are {n:g}.{likely}"
             )

@@ -493,15 +493,14 @@ def fixed_time_of_a_product(answer: Any) -> str:
         raise Wrong("Two numbers are wanted: the microseconds of a matrix of no bytes, and TB/s.")
     if 2400 < given[1] < 2500:
         raise Wrong("Those are GB/s; TB/s are wanted.")
+    with_it = "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?"
     of_rate = {
-        8.85
-        / 6.74: "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?",
-        1.64
-        / 3.81: "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?",
+        8.85 / 6.74: with_it,
+        1.64 / 3.81: with_it,
         1 / rate: "Those are microseconds for a MB; TB/s are 1 over it.",
         3.81 - 1.64 / rate: "The microseconds come first, then TB/s.",
     }
-    speed = rate if as_number(given[1]) == round(rate, 1) else given[1]  # 2.5, rounded by hand, will do
+    speed = rate if given[1] == round(rate, 1) else given[1]  # 2.5, rounded by hand, will do
     expect_number(speed, rate, within=0.01, mistakes=of_rate, hint="TB/s: the difference of bytes over that of times.")
     of_time = {
         3.81: "That is the time of the smaller matrix, with its 1.64 MB.",

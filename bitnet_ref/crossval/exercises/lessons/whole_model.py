@@ -10,9 +10,11 @@ import numpy as np
 
 from ....api import Model
 from ....backends import Backend
+from ....generation.sampling import log_probabilities
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import NoResult, Wrong, draws, exercise, run
+from ..engines import first_unequal, run_engine
 
 
 @exercise("3c.1")
@@ -200,11 +202,8 @@ def first_unequal_tensor(answer: Any) -> str:
 def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Array]) -> str:
     if not (isinstance(answer, type) and issubclass(answer, Backend)):
         raise Wrong("A class is wanted that inherits from Backend: class KeysNotTurned(Backend).")
-    try:
-        logits, theirs = model.on(answer("float32", threads=1)).run_with_cache(list(tokens))
-    except Exception as error:
-        raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
-    first = next((name for name in recorded if not np.array_equal(theirs[name], recorded[name])), None)
+    logits, theirs = run_engine(answer, model, tokens)
+    first = first_unequal(theirs, recorded)
     if first is None:
         raise Wrong("Every tensor is equal, to the last bit: nothing is planted yet.")
     of_block = "blocks.0.attn.hook_"
@@ -228,7 +227,7 @@ def row_of_the_table(answer: Any) -> str:
     given = run(answer, right, theirs, tokens)
     if not isinstance(given, (tuple, list)) or len(given) != 4:
         raise Wrong("Four things are wanted, in this order: KL, visible, loss, first difference.")
-    ours, other = (log_softmax(each["lm_head.hook_out"]) for each in (right, theirs))
+    ours, other = (log_probabilities(each["lm_head.hook_out"]) for each in (right, theirs))
     far, loss = (np.exp(ours) * (ours - other)).sum(-1), [-z[np.arange(8), tokens[1:]].mean() for z in (ours, other)]
     if as_array(given[0]).shape == far.shape:
         raise Wrong("The KL is one for each token; the table has their mean.")
@@ -248,11 +247,6 @@ def row_of_the_table(answer: Any) -> str:
         order = " Are the two runs in the right order?" * (given[3] == "z")
         raise Wrong(f"The first difference is 'norm', which theirs has not; yours is {given[3]!r}.{order}")
     return "Your function makes the table."
-
-
-def log_softmax(logits: Array) -> Array:
-    z = logits - logits.max(-1, keepdims=True)
-    return np.asarray(z - np.log(np.exp(z).sum(-1, keepdims=True)))
 
 
 @exercise("3c.5")

@@ -1,0 +1,28 @@
+"""Engines that a student writes, and where their tensors differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...api import Model
+from ...reference.layers import Array
+from .declare import Wrong
+
+
+def run_engine(answer: Any, model: Model, tokens: Sequence[int]) -> tuple[Array, Mapping[str, Array]]:
+    """The logits and tensors of the student's engine. Raises Wrong."""
+    make: Callable[..., Any] = answer
+    if not isinstance(make, type):
+        raise Wrong("Give the class itself, without brackets: a subclass of Backend.")
+    try:
+        return model.on(make("float32", threads=1)).run_with_cache(list(tokens))
+    except Exception as error:
+        raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
+
+
+def first_unequal(mine: Mapping[str, Array], right: Mapping[str, Array]) -> str | None:
+    """The first tensor, in the order of `right`, that is not equal in both; None where all are."""
+    return next((name for name in right if not np.array_equal(mine[name], right[name])), None)
