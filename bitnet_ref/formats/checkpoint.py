@@ -369,6 +369,7 @@ def read_weights(
         if meanwhile is not None:
             meanwhile()
         embedding = reading.result()
+    del reading  # it holds the embedding as it was read
     if config.tie_word_embeddings and embedding.kind != "dense" and (prepare := prepare_for(None)):
         head = prepare(embedding)
         embedding = head if head.kind == embedding.kind else embedding  # a kind that has rows in its layout too

@@ -2,6 +2,8 @@
 
 import math
 import sys
+import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 from helpers import BITNET, TINY, raw_safetensors, rng, run_python
 
-from bitnet_ref.backends import cuda
+from bitnet_ref.backends import choose_backend, cuda
+from bitnet_ref.benchmark.synthetic import SHAPES, RandomCheckpoint
+from bitnet_ref.formats.checkpoint import read_weights
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.blocks import BY_NAME
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
@@ -183,3 +187,28 @@ def test_peaks_of_a_dense_matrix_in_ternary_blocks_and_of_blocks_that_are_writte
     growth, _ = run_python(CODE, path, "numpy")
     dense = 2 * math.prod(table.shape)
     assert dense < growth < dense + size + constant, f"{growth / size:.2f} times the file's size"
+
+
+class WatchedEmbedding(RandomCheckpoint):
+    """Says for each linear that is read whether the embedding is still there as the file has it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.alive = []
+
+    def embedding(self):
+        w = super().embedding()
+        self.stored = weakref.ref(w.packed)
+        return w
+
+    def linear(self, name):
+        self.alive.append(self.stored() is not None)
+        return super().linear(name)
+
+
+def test_an_embedding_that_was_packed_anew_is_not_held_as_the_file_has_it():
+    small = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    config = replace(SHAPES["bonsai-1.7b"], **small, num_attention_heads=4, num_key_value_heads=2)
+    checkpoint, be = WatchedEmbedding(config), choose_backend("cython")
+    read_weights(checkpoint, prepare_for=be.prepare_for)
+    assert checkpoint.alive == [False] * 14
