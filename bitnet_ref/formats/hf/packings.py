@@ -160,6 +160,7 @@ def _planes(data: NDArray[np.uint8], scales: Floats, width: int, bias: NDArray[n
     """A ternary matrix of codes (N, K/4), each the weight + 1, and scales of either sign."""
     codes = data if (scales > 0).all() else np.empty_like(data)
     sizes = np.empty_like(scales)
+    zeros = np.full(8, _FOUR_ZEROS).view("u8" if data.shape[1] // scales.shape[1] % 8 == 0 else "u1")[0]
     step = max(1, _CHUNK_VALUES // width)  # no copy of the whole matrix
     for start in range(0, len(data), step):
         part = slice(start, start + step)
@@ -168,7 +169,7 @@ def _planes(data: NDArray[np.uint8], scales: Floats, width: int, bias: NDArray[n
             by_group = np.where((of_group < 0)[:, :, None], _FOUR_TWOS - by_group, by_group)
             by_group = np.where((of_group == 0)[:, :, None], _FOUR_ZEROS, by_group)
             codes[part] = by_group.reshape(len(by_group), -1)
-        empty = (by_group == _FOUR_ZEROS).all(axis=2)
+        empty = (by_group.view(zeros.dtype) == zeros).all(axis=2)
         sizes[part] = np.where(empty, scales.dtype.type(0), np.abs(of_group))
     return from_blocks(codes, sizes, width, bias)
 
