@@ -12,9 +12,16 @@ from .binary_file import first_bad
 
 _CHUNK_BYTES = 1 << 18  # of a plane at a time: what is made of it stays in the processor's cache
 _PADDING = 0x55  # code 1, a zero weight, in all four fields
-# c0 | c1 << 8 | c2 << 16 | c3 << 24 times this has c0 | c1 << 2 | c2 << 4 | c3 << 6 in its highest byte: the terms
-# that meet there move by 24, 18, 12 and 6 bits, and no two terms anywhere share a bit, so nothing carries.
 _GATHER = np.uint32(1 << 24 | 1 << 18 | 1 << 12 | 1 << 6)
+
+
+def pack_words(words: NDArray[np.uint32], shift: int) -> NDArray[np.uint32]:
+    """The codes at bit `shift` of the four bytes of each word -> packed, a byte each in as many words.
+
+    c0 | c1 << 8 | c2 << 16 | c3 << 24 times _GATHER has c0 | c1 << 2 | c2 << 4 | c3 << 6 in its highest byte: the terms
+    that meet there move by 24, 18, 12 and 6 bits, and no two terms anywhere share a bit, so nothing carries.
+    """
+    return (words >> np.uint32(shift) & np.uint32(0x03030303)) * _GATHER >> np.uint32(24)
 
 
 def pack_from_hf(plane: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -32,8 +39,7 @@ def pack_from_hf(plane: NDArray[np.uint8]) -> NDArray[np.uint8]:
         words = block.view("<u4")  # four neighbouring columns each
         for quarter in range(4):
             first = quarter * n_rows + start
-            codes = words >> (2 * quarter) & 0x03030303
-            packed[first : first + len(block)] = (codes * _GATHER) >> 24
+            packed[first : first + len(block)] = pack_words(words, 2 * quarter)
     return packed
 
 

@@ -17,7 +17,7 @@ from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
-from bitnet_ref.reference.quantization import quantize_weights
+from bitnet_ref.reference.quantization import quantize_weights, unpack_ternary
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 from bitnet_ref.system.options import declared_options
 
@@ -251,8 +251,12 @@ def in_layout(source, layout):
     out = {}
     with GgufCheckpoint(source) as checkpoint:
         for tensor in block_linears(checkpoint.file):
-            w_t, scale = checkpoint._i2_s(tensor, tensor.shape)
-            out[tensor.name] = (tensor.shape, "I2_S", pack_i2_s(w_t, float(scale), layout))
+            packed, scale = checkpoint._i2_s(tensor, tensor.shape)
+            out[tensor.name] = (
+                tensor.shape,
+                "I2_S",
+                pack_i2_s(unpack_ternary(packed, tensor.shape[1]), float(scale), layout),
+            )
     return out
 
 

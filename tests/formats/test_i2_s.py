@@ -14,10 +14,12 @@ from bitnet_ref.formats.gguf.i2_s import (
     LayoutEvidence,
     StaleTail,
     i2_s_scale,
+    pack_from_i2_s,
     pack_i2_s,
     unpack_i2_s,
 )
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.reference.quantization import pack_ternary
 
 
 def place(n_in, row, column, layout):
@@ -41,6 +43,7 @@ def test_the_definition(layout, shape):
         for column in range(shape[1]):
             byte, shift = place(shape[1], row, column, layout)
             assert (int(raw[byte]) >> shift & 3) - 1 == w_t[row, column]
+    np.testing.assert_array_equal(pack_from_i2_s(raw, shape, layout), pack_ternary(w_t))
     assert raw[-32:].tobytes() == np.float32(0.375).tobytes() + bytes(28)
     assert i2_s_scale(raw) == np.float32(0.375)
 
@@ -48,7 +51,16 @@ def test_the_definition(layout, shape):
 @given(layout=st.sampled_from(LAYOUTS), n=st.integers(1, 9), k=st.integers(1, 5), seed=st.integers(0, 10**6))
 def test_there_and_back(layout, n, k, seed):
     w_t = random_ternary(rng(seed), 4 * n, 32 * k)
-    np.testing.assert_array_equal(unpack_i2_s(pack_i2_s(w_t, 1.0, layout), w_t.shape, layout), w_t)
+    raw = pack_i2_s(w_t, 1.0, layout)
+    np.testing.assert_array_equal(unpack_i2_s(raw, w_t.shape, layout), w_t)
+    np.testing.assert_array_equal(pack_from_i2_s(raw, w_t.shape, layout), pack_ternary(w_t))
+
+
+def test_packed_in_several_pieces():
+    w_t = random_ternary(rng(3), 512, 1280)
+    for layout in LAYOUTS:
+        packed = pack_from_i2_s(pack_i2_s(w_t, 1.0, layout), w_t.shape, layout)
+        np.testing.assert_array_equal(packed, pack_ternary(w_t))
 
 
 def test_equal_to_the_file_of_bitnet_cpp():

@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError, ShapeError
 from ...reference.layers import Floats
-from ..packing import first_invalid_code
+from ...reference.quantization import CODES_PER_BYTE, pack_ternary
+from ..packing import first_invalid_code, pack_words
 
 LAYOUTS = ("x86", "arm", "interleaved")
 TAIL_BYTES = 32
 _BLOCK_BYTES = {"x86": 32, "arm": 16}
 _SHIFTS = np.array([6, 4, 2, 0], dtype=np.uint8)
+_CHUNK_WORDS = 1 << 15  # at a time: what is made of them stays in the processor's cache
 
 
 def fits_layout(shape: tuple[int, int], layout: str) -> bool:
@@ -70,16 +72,38 @@ def pack_i2_s(
 
 def unpack_i2_s(raw: NDArray[np.uint8], shape: tuple[int, int], layout: str = "x86") -> NDArray[np.int8]:
     """A tensor's bytes -> w_t (N, K) int8. Raises FormatError for the code 3, ShapeError for a wrong size."""
-    _check_shape("unpack_i2_s", shape, layout)
+    n, k = shape
+    codes = _checked_codes("unpack_i2_s", raw, shape, layout)
+    fields = codes.reshape(n // 4, 1, k) if layout == "interleaved" else codes.reshape(-1, 1, _BLOCK_BYTES[layout])
+    return ((fields >> _SHIFTS[:, None] & np.uint8(3)).view(np.int8) - np.int8(1)).reshape(n, k)
+
+
+def pack_from_i2_s(raw: NDArray[np.uint8], shape: tuple[int, int], layout: str) -> NDArray[np.uint8]:
+    """`pack_ternary(unpack_i2_s(raw, shape, layout))`, without a byte for each weight: a quarter of its time."""
+    n, k = shape
+    if k % CODES_PER_BYTE:
+        return pack_ternary(unpack_i2_s(raw, shape, layout))
+    codes = _checked_codes("pack_from_i2_s", raw, shape, layout)
+    blocks = codes.reshape(-1, k if layout == "interleaved" else _BLOCK_BYTES[layout]).view("<u4")
+    packed = np.empty((len(blocks), 4, blocks.shape[1]), dtype=np.uint8)
+    step = max(1, _CHUNK_WORDS // blocks.shape[1])
+    for start in range(0, len(blocks), step):
+        some = slice(start, start + step)
+        for field, shift in enumerate(_SHIFTS):
+            packed[some, field] = pack_words(blocks[some], int(shift))
+    return packed.reshape(n, k // CODES_PER_BYTE)
+
+
+def _checked_codes(op: str, raw: NDArray[np.uint8], shape: tuple[int, int], layout: str) -> NDArray[np.uint8]:
+    _check_shape(op, shape, layout)
     n, k = shape
     if raw.dtype != np.uint8 or raw.shape != (n * k // 4 + TAIL_BYTES,):
         expected = f"{n * k // 4 + TAIL_BYTES} bytes for {list(shape)}"
-        raise ShapeError("unpack_i2_s", expected=expected, got=f"{raw.dtype} of shape {raw.shape}")
+        raise ShapeError(op, expected=expected, got=f"{raw.dtype} of shape {raw.shape}")
     codes = raw[:-TAIL_BYTES]
     if (at := first_invalid_code(codes.reshape(-1, 1))) is not None:
         raise FormatError(f"holds the invalid ternary code 3 in byte {at[0]} (0x{codes[at[0]]:02x})")
-    fields = codes.reshape(n // 4, 1, k) if layout == "interleaved" else codes.reshape(-1, 1, _BLOCK_BYTES[layout])
-    return ((fields >> _SHIFTS[:, None] & np.uint8(3)).view(np.int8) - np.int8(1)).reshape(n, k)
+    return codes
 
 
 def i2_s_scale(raw: NDArray[np.uint8]) -> np.float32:

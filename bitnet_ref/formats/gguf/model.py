@@ -56,7 +56,7 @@ from .blocks import (
 from .config import ROPE_FACTORS, ROPE_FREQS, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufTensor, open_gguf
-from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
+from .i2_s import fits_layout, i2_s_scale, pack_from_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
 _PLANES = (*GROUP_TYPES, *TERNARY_BLOCKS, *TERNARY_ROWS)
@@ -234,8 +234,8 @@ class GgufCheckpoint(Checkpoint):
             return self._matrix(tensor, place, name, bias)
         eps = self.input_norm_eps
         norm = None if eps is None else self._vector(f"{theirs}_norm_in.weight", shape[1])
-        w_t, scale = self._ternary(tensor, shape)
-        packed = quantization.pack_ternary(self._in_our_order(w_t, name))
+        packed, scale = self._packed(tensor, shape)
+        packed = self._in_our_order(packed, name)
         apart = f"{theirs}.scale"  # older converters of llama.cpp write -1, 0, +1 and keep the scale here
         if apart in self.file.tensors:
             scale = np.float32(scale * self.checked_scale(apart, self._vector(apart, 1)[0]))
@@ -282,15 +282,11 @@ class GgufCheckpoint(Checkpoint):
         heads = permuted_heads(self.config, self.metadata["general.architecture"], name)
         return np.ascontiguousarray(unpermute_rows(w, heads) if heads else w)
 
-    def _ternary(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
-        """(w_t, scale) of a BitLinear's matrix of any type."""
+    def _packed(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.uint8], np.float32]:
+        """(packed, scale) of a BitLinear's matrix of any type."""
         kind = tensor.type.name
-        if kind in TERNARY_BLOCKS:
-            with self.file.naming(tensor.name):
-                matrix = ternary_from_blocks(self.file.read_raw(tensor.name), kind, shape)
-            if matrix is None:
-                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
-            return matrix
+        if kind == "I2_S":
+            return self._i2_s(tensor, shape)
         if kind in TERNARY_ROWS:
             with self.file.naming(tensor.name):
                 planes, scales = groups_from_rows(partial(self.file.read_raw, tensor.name), kind, shape)
@@ -298,9 +294,19 @@ class GgufCheckpoint(Checkpoint):
             if len(own) > 1:
                 raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
             scale = own[0] if len(own) else np.float32(quantization.SCALE_FLOOR)
-            return quantization.unpack_ternary(planes, shape[1]), scale
-        if kind == "I2_S":
-            return self._i2_s(tensor, shape)
+            return planes, scale
+        w_t, scale = self._ternary(tensor, shape)
+        return quantization.pack_ternary(w_t), scale
+
+    def _ternary(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
+        """(w_t, scale) of a matrix of one of the other types."""
+        kind = tensor.type.name
+        if kind in TERNARY_BLOCKS:
+            with self.file.naming(tensor.name):
+                matrix = ternary_from_blocks(self.file.read_raw(tensor.name), kind, shape)
+            if matrix is None:
+                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
+            return matrix
         if kind in ("TL1", "TL2/MXFP4"):
             return self._tl(tensor, shape)
         w = self._floats(tensor).astype(np.float32, copy=False)
@@ -318,12 +324,13 @@ class GgufCheckpoint(Checkpoint):
     def _online(self) -> bool:
         return scale_convention(self.config.quantization) == "absmean"
 
-    def _i2_s(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
+    def _i2_s(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.uint8], np.float32]:
+        """(packed, scale)"""
         raw = self.file.read_raw(tensor.name)
         if not fits_layout(shape, self._i2_s_layout):
             raise self.fail(tensor.name, f"shape {list(shape)} cannot be I2_S in the {self._i2_s_layout} layout")
         with self.file.naming(tensor.name):
-            return unpack_i2_s(raw, shape, self._i2_s_layout), i2_s_scale(raw)
+            return pack_from_i2_s(raw, shape, self._i2_s_layout), i2_s_scale(raw)
 
     def _tl(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
         """TL1 and TL2: the scale is in a separate tensor, the tile sizes are not in the file (see `tl`)."""
