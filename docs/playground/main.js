@@ -522,15 +522,19 @@ function fillChoices() {
 }
 
 let waiting = 0;
+function showTyped() {
+  state.given = Infinity;
+  document.body.classList.add("unread"); // what is shown of the text before fades
+  say("", false, $("break-facts"));
+  showTokens(isEmpty() ? [] : state.tokenizer.encode($("prompt").value));
+}
+
 // The tokens are shown with each key, and read after a short rest.
 $("prompt").oninput = () => {
   if (!state.tokenizer) return;
   clearTimeout(waiting);
   if (!state.busy) {
-    state.given = Infinity;
-    document.body.classList.add("unread"); // what is shown of the text before fades
-    say("", false, $("break-facts"));
-    showTokens(isEmpty() ? [] : state.tokenizer.encode($("prompt").value));
+    showTyped();
     if (isEmpty()) return say("");
   }
   if (state.playsItself) state.isStopped = true;
@@ -577,7 +581,7 @@ async function start() {
   state.tokenizer = new Tokenizer(state.facts.vocabulary, state.facts.bos);
   fillChoices();
   readPlots();
-  $("prompt").oninput();
+  showTyped();
   state.weights = await fetchBytes("storyteller.onnx.data.gz");
   drawWeights();
   new ResizeObserver(drawAll).observe(document.querySelector("main"));
