@@ -61,12 +61,14 @@ def draw(inspection: Inspection, out: Console) -> None:
         return
     sizes = [f"{number_in_words(inspection.parameters)} parameters"] if inspection.parameters else []
     sizes += [size_in_words(inspection.nbytes)] if inspection.nbytes else []
-    family = inspection.family or "A model that cannot be told from its configuration"
-    out.print(f"{family}\n{', '.join(sizes)}".rstrip() + "\n")
-    draw_facts(inspection, out)
+    is_empty = inspection.config is None and not inspection.tensors
+    unknown = "No model that can be read" if is_empty else "A model that cannot be told from its configuration"
+    out.print(f"{inspection.family or unknown}\n{', '.join(sizes)}".rstrip() + "\n")
+    if not is_empty:
+        draw_facts(inspection, out)
     draw_sizes(inspection, out)
     draw_ternary(inspection, out)
-    if inspection.config is None and inspection.tensors:
+    if inspection.config is None and not is_empty:
         draw_tensors(inspection, out)
     draw_findings(inspection, out)
 
