@@ -1966,6 +1966,7 @@ CASES = {
     "11.case2": Case(
         [
             ("scale", "before it"),
+            ("order of magnitude", "before it"),
             ("signs", "np.abs of both"),
             ("arithmetic", "multiplies rightly"),
             ("rounding", "not rounded"),
@@ -2001,6 +2002,7 @@ CASES = {
             ("swap columns", "What is exchanged with what"),
             ("exchange", "What is exchanged with what"),
             ("reflected", "At which line"),
+            ("each is turned", "What becomes what"),
             ("wrong", "Rows become columns"),
             (4, "A text is wanted"),
         ],
@@ -2010,6 +2012,7 @@ CASES = {
             "Transposition",
             "a transpose",
             "rows and columns are swapped",
+            "rows become columns",
             "mirrored at the diagonal",
             "Reflection in the diagonal",
             "the diagonal stays: transposed",

@@ -487,7 +487,7 @@ def matrix_that_an_engine_sees(answer: Any, engine: Model, q_proj: TernaryLinear
 @exercise("11.case2")
 def on_another_machine(answer: Any) -> str:
     mistakes = {
-        "scale": "A wrong scale would not show in the integer sums: they come before it.",
+        **dict.fromkeys(("scale", "magnitude"), "A wrong scale would not show in the integer sums: they come before it."),
         "sign": "With wrong signs alone, np.abs of both matrices would be equal.",
         "arithm": "The product of the identity is a ternary matrix: the engine multiplies rightly what it sees.",
         "round": "The inputs are equal, and integer sums are not rounded.",
@@ -528,6 +528,7 @@ def squares(answer: Any) -> str:
     pairs = (
         (("mirror", "reflect"), r"diagonal", "At which line? The elements (i, i) stay."),
         (("swap", "exchang"), r"row.*col|col.*row|ax[ei]s", "What is exchanged with what?"),
+        (("becom", "turn"), r"row.*col|col.*row", "What becomes what?"),
         (("diagonal",), r"mirror|reflect|transpo", "The diagonal is what stays. What happens to the rest?"),
     )
     stems = ["transpo"]
