@@ -1202,8 +1202,72 @@ CASES = {
         ],
         ["a, b", ["B", "A"], "(a) and (b)", "ab", "BA"],
     ),
+    "6.alone": Case(
+        [
+            (
+                Edit(
+                    'x_q, scale = quantization.quantize_activations(theirs["x"])',
+                    'x_q, scale = theirs["x_int8"], theirs["x_scale"]',
+                ),
+                "One scale serves",
+            ),
+            (Edit('theirs["x_int8"].astype(int) @', "x_q.astype(int) @"), "Wrong by itself: x_int8 and x_scale; yours"),
+            (
+                Edit(
+                    """    out = quantization.dequantize(theirs["acc"], s, theirs["x_scale"])""",
+                    """    acc = x_q.astype(int) @ t.T.astype(int)
+    out = quantization.dequantize(acc, s, scale)""",
+                ),
+                "everything is computed from x",
+            ),
+            (Edit('theirs["x_int8"].astype(int) @ t.T.astype(int)', 'theirs["x_int8"] @ t.T'), "overflow int8"),
+            (
+                Edit("not np.allclose(theirs[name], again[name])", "not np.array_equal(theirs[name], again[name])"),
+                "which is rounding",
+            ),
+            (Edit("dequantize(theirs", "dequantize(acc + 0 * theirs"), "off by 7, and|output is made of it"),
+            (Edit("return {name for", 'return {*"abc"} or {name for'), "Every op is right. Wrong by itself: none"),
+            (Edit('s, theirs["x_scale"])', '1, theirs["x_scale"])'), "Every op is right"),
+            (Edit("again = {", "return len(theirs)\n    again = {"), "A set of names"),
+            (lambda theirs, t, s: {"x_int8", "x_scale"}, "Every op is right"),
+            (lambda theirs, t, s: set(), "One scale serves"),
+        ],
+        [
+            Edit(
+                "return {name for name in again if not np.allclose(theirs[name], again[name])}",
+                "return [name for name in again if not np.allclose(theirs[name], again[name], rtol=1e-4)]",
+            ),
+            Edit("astype(int) @ t.T.astype(int)", "astype(float) @ t.T"),
+        ],
+    ),
+    "6.tolerance": Case(
+        [
+            (lambda right, bug: (right.max(), (bug <= right.max()).sum()), "None of the right engine's is accused"),
+            (lambda right, bug: (right.mean() / 2 + bug.mean() / 2, 0), "wrong judgements are possible"),
+            (lambda right, bug: (bug.min(), 0), "accuses 0 of .* lets 1"),
+            (Edit("return tolerance, wrongly(tolerance)", "return tolerance"), "Two numbers"),
+            (
+                Edit("return tolerance, wrongly(tolerance)", "return tolerance, (bug <= tolerance).sum()"),
+                "Right tokens that are accused count",
+            ),
+            (
+                Edit("return tolerance, wrongly(tolerance)", "return tolerance, (right > tolerance).sum()"),
+                "The bug's tokens that pass count",
+            ),
+            (Edit("return tolerance, wrongly(tolerance)", "return wrongly(tolerance), tolerance"), "possible|you say"),
+            (Edit("[0, *right, *bug]", "right"), "is possible|are possible"),
+            (Edit("min([", "max(["), "are possible"),
+            (Edit("(bug <= t)", "(bug < 0)"), "None of the right|are possible"),
+            (Edit("wrongly(tolerance)", "wrongly(tolerance) / len(right)"), "you say"),
+        ],
+        [
+            Edit("[0, *right, *bug]", "np.r_[-1, np.sort(np.r_[right, bug])]"),
+            Edit("[0, *right, *bug]", "np.linspace(0, 30, 90001)"),
+        ],
+    ),
     "6.mend": Case(
         [
+            (Edit("np.float32(127) / largest", "127 / largest.astype(np.float64)"), "rounding alone"),
             (Port, "Nothing has changed"),
             (Backend, "class Mended.Port"),
             (Port("float32", threads=1), "class itself"),
@@ -1218,18 +1282,30 @@ CASES = {
         [
             (("blocks.0.mlp.hook_post", "silu"), "class itself"),
             (Silu("float32", threads=1), "class itself"),
-            (Silu, "the suspect itself"),
+            (Silu, "calls the suspect's own gated"),
+            (proof("Same", gated=Silu.gated), "calls the suspect's own gated"),
+            (
+                proof("Handed", gated=lambda self, g, u, a: Silu("float32", threads=1).gated(g, u, a)),
+                "calls the suspect's own gated. Write",
+            ),
             (proof("Ones", rms_norm=lambda self, x, norm: 2 * Backend.rms_norm(self, x, norm)), "too early"),
             (proof("Late", dense_matmul=lambda self, x, w: 2 * Backend.dense_matmul(self, x, w)), "still right. Which"),
             (proof("Gelu", gated=lambda self, g, u, a: np.maximum(g, 0) * u), "place is right.*in the suspect"),
             (proof("Shape", gated=lambda self, g, u, a: g[:1]), "raised"),
             (proof("None_", gated=lambda self, g, u, a: Backend.gated(self, g, u, a)), "makes no mistake"),
             (
-                proof("Two", gated=Silu.gated, dense_matmul=lambda self, x, w: 2 * Backend.dense_matmul(self, x, w)),
+                proof(
+                    "Two",
+                    gated=lambda self, g, u, a: layers.silu(g) * u,
+                    dense_matmul=lambda self, x, w: 2 * Backend.dense_matmul(self, x, w),
+                ),
                 "The beginning is right.*lm_head",
             ),
         ],
-        [proof("Same", gated=Silu.gated), proof("Rounds", gated=lambda self, g, u, a: g * u / (1 + np.exp(-g)))],
+        [
+            proof("Same", gated=lambda self, g, u, a: layers.silu(g) * u),
+            proof("Rounds", gated=lambda self, g, u, a: g * u / (1 + np.exp(-g))),
+        ],
     ),
     "6.1": Case(
         [
@@ -1966,6 +2042,7 @@ CASES = {
     "11.case2": Case(
         [
             ("scale", "before it"),
+            ("order of magnitude", "before it"),
             ("signs", "np.abs of both"),
             ("arithmetic", "multiplies rightly"),
             ("rounding", "not rounded"),
@@ -2001,6 +2078,7 @@ CASES = {
             ("swap columns", "What is exchanged with what"),
             ("exchange", "What is exchanged with what"),
             ("reflected", "At which line"),
+            ("each is turned", "What becomes what"),
             ("wrong", "Rows become columns"),
             (4, "A text is wanted"),
         ],
@@ -2010,6 +2088,7 @@ CASES = {
             "Transposition",
             "a transpose",
             "rows and columns are swapped",
+            "rows become columns",
             "mirrored at the diagonal",
             "Reflection in the diagonal",
             "the diagonal stays: transposed",
@@ -2371,14 +2450,21 @@ def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook)
         return proof("Scaled", quantize_activations=quantize)
 
     check, _ = notebook
-    planted = scaled_by(lambda scale: np.float32(128) / (np.float32(127) / scale))
+
+    def planted_scale(x):
+        return np.float32(128) / np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(1e-5))
+
+    def by_128(self, x):
+        return np.clip(np.rint(x * planted_scale(x)), -128, 127).astype(np.int8), planted_scale(x)
+
+    planted = proof("Planted", quantize_activations=by_128)
     suspect = (check.model.on(planted("float32", threads=1)), "128")
     mine = scaled_by(lambda scale: scale * np.float32(128 / 127))
     assert re.search("by rounding alone|rounds otherwise", check.judge("6.hunt", mine, suspect=suspect).text)
 
     def in_float64(self, x):
-        _, scale = planted.quantize_activations(self, x)
-        return np.clip(np.rint(x.astype(np.float64) * scale), -128, 127).astype(np.int8), scale
+        scaled = x.astype(np.float64) * planted_scale(x)
+        return np.clip(np.rint(scaled), -128, 127).astype(np.int8), planted_scale(x)
 
     mine = proof("Double", quantize_activations=in_float64)
     with pytest.raises(Wrong, match=r"x_int8 yours differs .* by rounding alone"):  # an integer tips

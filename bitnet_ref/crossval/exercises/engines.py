@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,3 +29,21 @@ def run_engine(answer: Any, model: Model, tokens: Sequence[int]) -> tuple[Array,
 def first_unequal(mine: Mapping[str, Array], right: Mapping[str, Array]) -> str | None:
     """The first tensor, in the order of `right`, that is not equal in both; None where all are."""
     return next((name for name in right if not np.array_equal(mine[name], right[name])), None)
+
+
+@contextmanager
+def calls_of(engine: type) -> Iterator[list[str]]:
+    """The names of an engine's own methods that are called meanwhile, also of copies and subclasses of it."""
+    own = {method.__code__: name for name, method in vars(engine).items() if hasattr(method, "__code__")}
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code in own:
+            called.append(own[frame.f_code])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)

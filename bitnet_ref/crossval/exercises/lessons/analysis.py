@@ -18,7 +18,7 @@ from ....reference.weights import TernaryLinear
 from ...compare import compare
 from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word
 from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run
-from ..engines import first_unequal, run_engine
+from ..engines import calls_of, first_unequal, run_engine
 
 # -- 6: crossval ---------------------------------------------------------------------------------------------------
 
@@ -97,6 +97,120 @@ def where_it_begins(answer: Any) -> str:
     return "It needs no knowledge of the port: only what it computed."
 
 
+@exercise("6.alone")
+def wrong_by_themselves(answer: Any) -> str:
+    draw = draws(62)
+    x = (draw.normal(size=(4, 64)) * [[1], [3], [0.3], [2]]).astype(np.float32)
+    t, s = draw.integers(-1, 2, (8, 64)).astype(np.int8), np.float32(0.07)
+    x_q, a = quantization.quantize_activations(x)
+    one = np.full_like(a, a.min())
+    coarse = np.rint(x * one).astype(np.int8)
+
+    def port(x_int8: Array = x_q, x_scale: Array = a, more: int = 0, factor: float = 1.0) -> dict[str, Array]:
+        acc = x_int8.astype(np.int32) @ t.T.astype(np.int32)
+        acc[1, 2] += more
+        out = quantization.dequantize(acc, s, x_scale) * np.float32(factor)
+        return {"x": x, "x_int8": x_int8, "x_scale": x_scale, "acc": acc, "out": out}
+
+    single = port()
+    single["out"][np.unravel_index(np.abs(single["out"]).argmax(), single["out"].shape)] *= np.float32(1.1)
+    cases: list[tuple[str, dict[str, Array], set[str]]] = [
+        ("Every op is right.", port(), set()),
+        ("One scale serves all tokens; the products are right.", port(coarse, one), {"x_int8", "x_scale"}),
+        ("The activations are truncated.", port((x * a).astype(np.int8)), {"x_int8"}),
+        ("One integer sum is off by 7; the output is made of it.", port(more=7), {"acc"}),
+        ("The output is 1.01 times what its sums give.", port(factor=1.01), {"out"}),
+        (
+            "A sum is off by 7, and the output is 1.01 times what its sums give.",
+            port(more=7, factor=1.01),
+            {"acc", "out"},
+        ),
+        ("The output differs by 1e-7 of its size, which is rounding.", port(factor=1 + 1.2e-7), set()),
+        ("One value of the output is a tenth too large.", single, {"out"}),
+    ]
+    given = []
+    for _, run_of_port, _ in cases:
+        names = run(answer, {name: array.copy() for name, array in run_of_port.items()}, t, s)
+        try:
+            given.append({names} if isinstance(names, str) else {str(name) for name in names})
+        except TypeError:
+            raise Wrong(f"A set of names is wanted, not {describe(names)}.") from None
+    for names, (what, _, right) in zip(given, cases, strict=True):
+        if names != right:
+            told = "none" if not right else " and ".join(sorted(right))
+            why = next(
+                (
+                    f" Likely mistake: {why}."
+                    for why, of in ALONE.items()
+                    if given == [of(case, t, s) for _, case, _ in cases]
+                ),
+                "",
+            )
+            raise Wrong(f"{what} Wrong by itself: {told}; yours are {sorted(names) or 'none'}.{why}")
+    return "Whatever it was given, an op that is right says so."
+
+
+def differing(port: Mapping[str, Array], x_q: Array, a: Array, acc: Array, out: Array) -> set[str]:
+    """The names of a port's tensors that are not these."""
+    again = {"x_int8": x_q, "x_scale": a, "acc": acc, "out": out}
+    return {name for name, array in again.items() if not np.allclose(port[name], array)}
+
+
+def from_x_alone(port: Mapping[str, Array], t: Array, s: np.float32) -> set[str]:
+    """All of it computed from x, free-running."""
+    x_q, a = quantization.quantize_activations(port["x"])
+    acc = x_q.astype(np.int32) @ t.T.astype(np.int32)
+    return differing(port, x_q, a, acc, quantization.dequantize(acc, s, a))
+
+
+def in_int8(port: Mapping[str, Array], t: Array, s: np.float32) -> set[str]:
+    """From the port's own inputs, with sums that overflow."""
+    x_q, a = quantization.quantize_activations(port["x"])
+    return differing(port, x_q, a, port["x_int8"] @ t.T, quantization.dequantize(port["acc"], s, port["x_scale"]))
+
+
+ALONE: dict[str, Callable[..., set[str]]] = {
+    "everything is computed from x; acc and out are to be made of the port's own tensors before them": from_x_alone,
+    "the sums overflow int8: make x_int8 and t wider first": in_int8,
+}
+
+
+@exercise("6.tolerance")
+def fewest_wrong_judgements(answer: Any) -> str:
+    draw = draws(63)
+    cases = [
+        ("Errors 1, 2, 3 of the right engine and 5, 6 of the bug", np.array([2.0, 1, 3]), np.array([6.0, 5])),
+        ("Errors 3 and 1, 2, 4, 5", np.array([3.0]), np.array([1.0, 2, 4, 5])),
+        ("Errors 4, 5, 6 and 1", np.array([4.0, 5, 6]), np.array([1.0])),
+    ]
+    cases += [("Two drawn engines", draw.lognormal(0, 1, 40), draw.lognormal(mean, 0.6, 40)) for mean in (1, 0.3)]
+    for what, right, bug in cases:
+        try:
+            tolerance, count = map(as_number, run(answer, right, bug))
+        except (TypeError, ValueError):
+            raise Wrong("Two numbers are wanted: (tolerance, how many are judged wrongly).") from None
+        counts = [int((right > each).sum() + (bug <= each).sum()) for each in (0, *right, *bug)]
+        accused, passed = int((right > tolerance).sum()), int((bug <= tolerance).sum())
+        if accused + passed > min(counts):
+            all_right = " None of the right engine's is accused; both kinds of wrong judgement count."
+            raise Wrong(
+                f"{what}: a tolerance of {tolerance:.3g} accuses {accused} of the right engine's tokens, and lets "
+                f"{passed} of the bug's pass. {min(counts)} wrong judgements are possible."
+                + all_right
+                * int(accused == 0)
+            )
+        if count != accused + passed:
+            why = {
+                accused: " The bug's tokens that pass count, too.",
+                passed: " Right tokens that are accused count, too.",
+            }
+            raise Wrong(
+                f"{what}: at {tolerance:.3g}, {accused + passed} are judged wrongly; you say {count:g}."
+                + why.get(int(count), "")
+            )
+    return "Now on real errors."
+
+
 @exercise("6.mend")
 def mended_port(answer: Any, Port: type, model: Model, tokens: Sequence[int], recorded: Mapping[str, Array]) -> str:
     """Port: the engine of the notebook, one scale for all tokens of a call."""
@@ -110,17 +224,27 @@ def mended_port(answer: Any, Port: type, model: Model, tokens: Sequence[int], re
     if first_unequal(mine, theirs) is None:
         raise Wrong("Nothing has changed: every tensor is the port's.")
     index = tuple(int(i) for i in np.argwhere(mine[other] != recorded[other])[0])
-    values = f"{mine[other][index]:.6g}, not {recorded[other][index]:.6g}"
+    values = two_numbers(mine[other][index], recorded[other][index])
     raise Wrong(f"The first tensor that differs is {other}: at {list(index)} it is {values}.")
+
+
+def two_numbers(mine: Any, right: Any) -> str:
+    """Two unequal numbers, in as many digits as show it."""
+    digits = next(digits for digits in (6, 9, 17) if f"{mine:.{digits}g}" != f"{right:.{digits}g}")
+    rounding = " (by rounding alone: is it float32 all the way, in the same order?)" * (digits > 6)
+    return f"{mine:.{digits}g}, not {right:.{digits}g}{rounding}"
 
 
 @exercise("6.hunt")
 def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence[int]) -> str:
     """suspect: the engine and the name of its mistake."""
     engine, planted = suspect
-    if isinstance(answer, type) and issubclass(answer, type(engine.backend)):
-        raise Wrong("That is the suspect itself. Write an engine of your own that makes its mistake.")
-    _, mine = run_engine(answer, model, tokens)
+    with calls_of(type(engine.backend)) as called:
+        _, mine = run_engine(answer, model, tokens)
+    if called:
+        raise Wrong(
+            f"Your engine calls the suspect's own {called[0]}. Write the mistake yourself, in a class of Backend."
+        )
     right, theirs = (each.run_with_cache(list(tokens))[1] for each in (model, engine))
     first, other = first_unequal(theirs, right), first_unequal(mine, theirs)
     assert first is not None
@@ -487,7 +611,9 @@ def matrix_that_an_engine_sees(answer: Any, engine: Model, q_proj: TernaryLinear
 @exercise("11.case2")
 def on_another_machine(answer: Any) -> str:
     mistakes = {
-        "scale": "A wrong scale would not show in the integer sums: they come before it.",
+        **dict.fromkeys(
+            ("scale", "magnitude"), "A wrong scale would not show in the integer sums: they come before it."
+        ),
         "sign": "With wrong signs alone, np.abs of both matrices would be equal.",
         "arithm": "The product of the identity is a ternary matrix: the engine multiplies rightly what it sees.",
         "round": "The inputs are equal, and integer sums are not rounded.",
@@ -528,6 +654,7 @@ def squares(answer: Any) -> str:
     pairs = (
         (("mirror", "reflect"), r"diagonal", "At which line? The elements (i, i) stay."),
         (("swap", "exchang"), r"row.*col|col.*row|ax[ei]s", "What is exchanged with what?"),
+        (("becom", "turn"), r"row.*col|col.*row", "What becomes what?"),
         (("diagonal",), r"mirror|reflect|transpo", "The diagonal is what stays. What happens to the rest?"),
     )
     stems = ["transpo"]
