@@ -84,14 +84,15 @@ class Chromium:
             assert data, "Chromium ended"
             self.rest += data
 
-    def page(self, url, width=1200, height=900, dark=False):
-        return Page(self, url, width, height, dark)
+    def page(self, url, width=1200, height=900, dark=False, first=""):
+        """first: a script that runs before those of the page"""
+        return Page(self, url, width, height, dark, first)
 
 
 class Page:
     """A tab. `problems`: errors in its console, exceptions, and violations of its Content-Security-Policy."""
 
-    def __init__(self, browser, url, width, height, dark):
+    def __init__(self, browser, url, width, height, dark, first):
         self.browser, self.problems, self.requested = browser, [], []
         self.context = browser.call("Target.createBrowserContext")["browserContextId"]
         target = browser.call("Target.createTarget", url="about:blank", browserContextId=self.context)["targetId"]
@@ -101,6 +102,7 @@ class Page:
             self.call(f"{domain}.enable")
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # as the only window of a desk
         self.look(width, height, dark)
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=first)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 

@@ -412,8 +412,10 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
 @pytest.mark.thorough
 @needs_chromium
 def test_the_first_text_plays_by_itself_and_an_empty_one_is_refused(browser, address, page):
-    with open_page(browser, address) as first:
+    timers = "let wait = setTimeout; window.timers = []; window.setTimeout = (f, ms) => (timers.push(ms), wait(f, ms))"
+    with open_page(browser, address, first=timers) as first:
         first.until("playground.playsItself || (playground.reading !== null && !playground.busy)", 60)
+        assert 300 not in first.run("timers"), "what is read after a rest of the keys would stop the text"
         assert first.text("#banner") == "", "the page says that it loads while it writes"
         until_idle(first)
         settings = first.run("[$('temperature').value, $('min_p').value, $('top_k').value].map(Number)")

@@ -56,7 +56,7 @@ function answer(side) {
   const note = counts ? "" : " Nobody can see this one by reading, so it does not count.";
   const score = `${game.score} of ${game.counted} found.`;
   const end = game.round < ROUNDS ? "" : ` The game is over: a coin finds half. ${game.missed.length ? `You missed: ${game.missed.join("; ")}.` : "You missed none."} Comparing numbers finds all of them.`;
-  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. ${nats.toFixed(4)} nats per token from the right model.${note} ${score}${end}`;
+  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. Its probabilities are ${nats.toFixed(4)} nats per token from the right ones (0: the same).${note} ${score}${end}`;
   $("choose-a").hidden = $("choose-b").hidden = true;
   $("game-next").hidden = false;
   $("game-next").textContent = game.round < ROUNDS ? "Next round" : "Play again";
