@@ -1421,6 +1421,14 @@ CASES = {
             (lambda p, limit: np.where(p >= limit * p.max(), p, 0) / p[p >= limit * p.max()].sum(), "that is min_p"),
             (lambda p, limit: np.where(p > limit, p, 0), "their sum that counts|nothing is left"),
             (lambda p, limit: p, "nothing is cut"),
+            (Edit("before < limit", "before < limit - 1e-3"), "reaches the limit"),
+            (
+                Edit(
+                    "kept[order[before < limit]] = True",
+                    "kept[order[before < limit]] = True\n    kept[order[-1]] = False",
+                ),
+                "wrong",
+            ),
             (lambda p, limit: 0 * p, r"p = \[0\.\d{1,3}, .* nothing is left: .*always kept"),
         ],
         [lambda p, limit: (q := p * [p[p > each].sum() < limit for each in p]) / q.sum()],
@@ -1478,6 +1486,8 @@ CASES = {
             (lambda text, stops: min(len(text), max((len(s) - 1 for s in stops), default=0)), "can be no beginning"),
             (Edit("range(1, len(stop))", "(1,)"), "3 are held, and yours are 0"),
             (Edit("text.endswith(stop[:n])", "stop[:n] in text"), "not anywhere in it"),
+            (Edit("text.endswith", "text.lower().endswith"), "0 are held, and yours are 1"),
+            (Edit("text.endswith", "text.rstrip().endswith"), "are held, and yours are"),
             (Edit("text.endswith(stop[:n])", "stop[:n] in text[-len(stop):]"), "not anywhere in it"),
             (Edit("text.endswith(stop[:n])", "n <= len(text) and text[-n:] in stop"), "not any piece of it"),
             (lambda text, stops: any(text.endswith(s[:1]) for s in stops), "are held, and yours are"),
@@ -1503,6 +1513,41 @@ CASES = {
             (Edit('"e" in text.lower()', '"e" in text.lower() or "a" in text'), "without an e are forbidden"),
             (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
         ]
+    ),
+    "7a.guide": Case(
+        [
+            (lambda machine, state, texts: [text[0] in machine[state] for text in texts], "only the first character"),
+            (Edit("            at = machine[at][character]\n", ""), "moves to another state"),
+            (
+                lambda machine, state, texts: [
+                    all(any(c in arcs for arcs in machine.values()) for c in text) for text in texts
+                ],
+                "the order counts",
+            ),
+            (Edit("return True", "return not machine[at]"), "to its end"),
+            (Edit("at = state", "at = 0"), "not in 0"),
+            (Edit("return False", "return 1 > 0"), "is not possible; yours says True"),
+            (Edit("return [fits(text) for", "return [not fits(text) for"), "exchanged"),
+            (
+                Edit("return [fits(text) for text in texts]", "return [text for text in texts if fits(text)]"),
+                "numbers is wanted|True or False",
+            ),
+            (
+                Edit("            if character not in machine[at]:\n                return False\n", ""),
+                "raised KeyError",
+            ),
+            (
+                Edit("return [fits(text) for text in texts]", "return all(fits(text) for text in texts)"),
+                "has the shape",
+            ),
+            (Edit("for character in text:", "for character in sorted(text):"), "yours says"),
+            (Edit("for character in text:", "for character in text[:2]:"), "yours says"),
+            (Edit("for character in text:", "for character in text.strip():"), "yours says"),
+        ],
+        [
+            Edit("return [fits(text) for text in texts]", "return np.array([fits(text) for text in texts])"),
+            Edit("return True", "return 1"),
+        ],
     ),
     "7a.2": Case(
         [
