@@ -168,7 +168,7 @@ def from_x_alone(port: Mapping[str, Array], t: Array, s: np.float32) -> set[str]
 def in_narrow_sums(port: Mapping[str, Array], t: Array, s: np.float32, dtype: type = np.int8) -> set[str]:
     """From the port's own inputs, with sums that overflow."""
     x_q, a = quantization.quantize_activations(port["x"])
-    acc = port["x_int8"].astype(dtype) @ t.T.astype(dtype)
+    acc: Array = port["x_int8"].astype(dtype) @ t.T.astype(dtype)
     return differing(port, x_q, a, acc, quantization.dequantize(port["acc"], s, port["x_scale"]))
 
 
