@@ -267,34 +267,27 @@ def tokens_of_a_grammar(answer: Any) -> str:
         (date, 4, ["1", "12", "the", " ", "1 ", "13", "22", "t", "21", "121"]),
         (date, 6, ["1", " ", "t"]),
     ]
+    given: list[list[bool]] = []
     for machine, state, texts in cases:
-        right = [fits(machine, state, text) for text in texts]
         mine = as_array(run(answer, {at: dict(arcs) for at, arcs in machine.items()}, state, list(texts)))
         if mine.shape != (len(texts),):
             raise Wrong(
                 f"One True or False is wanted for each of {len(texts)} texts; yours has the shape {mine.shape}."
             )
-        wrong = {
-            "only the first character is looked at": [text[0] in machine[state] for text in texts],
-            "each character moves to another state; all of yours are looked up in the first one": [
-                all(character in machine[state] for character in text) for text in texts
-            ],
-            "the order counts: a character must be possible after those before it": [
-                all(any(character in arcs for arcs in machine.values()) for character in text) for text in texts
-            ],
-            "a token need not bring the text to its end": [
-                ok and not machine[end_of(machine, state, text)] for ok, text in zip(right, texts, strict=True)
-            ],
-            "the walk begins in `state`, not in 0": [fits(machine, 0, text) for text in texts],
-            "True and False are exchanged": [not ok for ok in right],
-        }
-        for text, ok, given in zip(texts, right, mine.tolist(), strict=True):
-            if bool(given) != ok:
-                cause = next((why for why, each in wrong.items() if each == [bool(x) for x in mine.tolist()]), "")
-                raise Wrong(
-                    f"In state {state} of {machine}, {text!r} is {'possible' if ok else 'not possible'}; "
-                    f"yours says {given}." + f" Likely mistake: {cause}." * bool(cause)
-                )
+        given.append([bool(each) for each in mine])
+    likely = next(
+        (
+            f" Likely mistake: {cause}."
+            for cause, wrong in GUIDE_MISTAKES.items()
+            if given == [[wrong(machine, state, text) for text in texts] for machine, state, texts in cases]
+        ),
+        "",
+    )
+    for says, (machine, state, texts) in zip(given, cases, strict=True):
+        for text, yours in zip(texts, says, strict=True):
+            if yours != fits(machine, state, text):
+                possible = "not possible" if yours else "possible"
+                raise Wrong(f"In state {state} of {machine}, {text!r} is {possible}; yours says {yours}.{likely}")
     return "Every other token gets the logit −∞."
 
 
@@ -311,6 +304,23 @@ def fits(machine: Machine, state: int, text: str) -> bool:
         return end_of(machine, state, text) in machine
     except KeyError:
         return False
+
+
+GUIDE_MISTAKES: dict[str, Callable[[Machine, int, str], bool]] = {
+    "only the first character is looked at": lambda machine, state, text: text[0] in machine[state],
+    "each character moves to another state; all of yours are looked up in the first one": lambda machine, state, text: (
+        all(character in machine[state] for character in text)
+    ),
+    "the order counts: a character must be possible after those before it": lambda machine, state, text: all(
+        any(character in arcs for arcs in machine.values()) for character in text
+    ),
+    "a token need not bring the text to its end": lambda machine, state, text: (
+        fits(machine, state, text) and not machine[end_of(machine, state, text)]
+    ),
+    "the walk begins in `state`, not in 0": lambda machine, state, text: fits(machine, 0, text),
+    "the last character counts, too": lambda machine, state, text: fits(machine, state, text[:-1]),
+    "True and False are exchanged": lambda machine, state, text: not fits(machine, state, text),
+}
 
 
 @exercise("7b.1")
