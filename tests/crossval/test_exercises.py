@@ -1225,10 +1225,20 @@ CASES = {
                 Edit("not np.allclose(theirs[name], again[name])", "not np.array_equal(theirs[name], again[name])"),
                 "which is rounding",
             ),
-            (Edit("dequantize(theirs", "dequantize(acc + 0 * theirs"), "off by 7, and|output is made of it"),
+            (Edit("dequantize(theirs", "dequantize(acc + 0 * theirs"), "made of them|off by 7, and"),
             (Edit("return {name for", 'return {*"abc"} or {name for'), "Every op is right. Wrong by itself: none"),
             (Edit('s, theirs["x_scale"])', '1, theirs["x_scale"])'), "Every op is right"),
             (Edit("again = {", "return len(theirs)\n    again = {"), "A set of names"),
+            (
+                Edit(
+                    "not np.allclose(theirs[name], again[name])", "abs(theirs[name].mean() - again[name].mean()) > 1e-6"
+                ),
+                "off by 7",
+            ),
+            (
+                Edit('theirs["x_int8"].astype(int) @ t.T.astype(int)', 'theirs["x_int8"].astype(np.int16) @ t.T'),
+                "overflow int16",
+            ),
             (lambda theirs, t, s: {"x_int8", "x_scale"}, "Every op is right"),
             (lambda theirs, t, s: set(), "One scale serves"),
         ],
@@ -1243,7 +1253,7 @@ CASES = {
     "6.tolerance": Case(
         [
             (lambda right, bug: (right.max(), (bug <= right.max()).sum()), "None of the right engine's is accused"),
-            (lambda right, bug: (right.mean() / 2 + bug.mean() / 2, 0), "wrong judgements are possible"),
+            (lambda right, bug: (right.mean() / 2 + bug.mean() / 2, 0), "The best one judges"),
             (lambda right, bug: (bug.min(), 0), "accuses 0 of .* lets 1"),
             (Edit("return tolerance, wrongly(tolerance)", "return tolerance"), "Two numbers"),
             (
@@ -1254,10 +1264,13 @@ CASES = {
                 Edit("return tolerance, wrongly(tolerance)", "return tolerance, (right > tolerance).sum()"),
                 "The bug's tokens that pass count",
             ),
-            (Edit("return tolerance, wrongly(tolerance)", "return wrongly(tolerance), tolerance"), "possible|you say"),
-            (Edit("[0, *right, *bug]", "right"), "is possible|are possible"),
-            (Edit("min([", "max(["), "are possible"),
-            (Edit("(bug <= t)", "(bug < 0)"), "None of the right|are possible"),
+            (
+                Edit("return tolerance, wrongly(tolerance)", "return wrongly(tolerance), tolerance"),
+                "The best one judges|you say",
+            ),
+            (Edit("[0, *right, *bug]", "right"), "The best one judges"),
+            (Edit("min([", "max(["), "The best one judges"),
+            (Edit("(bug <= t)", "(bug < 0)"), "The best one judges"),
             (Edit("wrongly(tolerance)", "wrongly(tolerance) / len(right)"), "you say"),
         ],
         [
@@ -1421,6 +1434,14 @@ CASES = {
             (lambda p, limit: np.where(p >= limit * p.max(), p, 0) / p[p >= limit * p.max()].sum(), "that is min_p"),
             (lambda p, limit: np.where(p > limit, p, 0), "their sum that counts|nothing is left"),
             (lambda p, limit: p, "nothing is cut"),
+            (Edit("before < limit", "before < limit - 1e-3"), "reaches the limit"),
+            (
+                Edit(
+                    "kept[order[before < limit]] = True",
+                    "kept[order[before < limit]] = True\n    kept[order[-1]] = False",
+                ),
+                "wrong",
+            ),
             (lambda p, limit: 0 * p, r"p = \[0\.\d{1,3}, .* nothing is left: .*always kept"),
         ],
         [lambda p, limit: (q := p * [p[p > each].sum() < limit for each in p]) / q.sum()],
@@ -1478,6 +1499,8 @@ CASES = {
             (lambda text, stops: min(len(text), max((len(s) - 1 for s in stops), default=0)), "can be no beginning"),
             (Edit("range(1, len(stop))", "(1,)"), "3 are held, and yours are 0"),
             (Edit("text.endswith(stop[:n])", "stop[:n] in text"), "not anywhere in it"),
+            (Edit("text.endswith", "text.lower().endswith"), "0 are held, and yours are 1"),
+            (Edit("text.endswith", "text.rstrip().endswith"), "are held, and yours are"),
             (Edit("text.endswith(stop[:n])", "stop[:n] in text[-len(stop):]"), "not anywhere in it"),
             (Edit("text.endswith(stop[:n])", "n <= len(text) and text[-n:] in stop"), "not any piece of it"),
             (lambda text, stops: any(text.endswith(s[:1]) for s in stops), "are held, and yours are"),
@@ -1503,6 +1526,41 @@ CASES = {
             (Edit('"e" in text.lower()', '"e" in text.lower() or "a" in text'), "without an e are forbidden"),
             (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
         ]
+    ),
+    "7a.guide": Case(
+        [
+            (lambda machine, state, texts: [text[0] in machine[state] for text in texts], "only the first character"),
+            (Edit("            at = machine[at][character]\n", ""), "moves to another state"),
+            (
+                lambda machine, state, texts: [
+                    all(any(c in arcs for arcs in machine.values()) for c in text) for text in texts
+                ],
+                "the order counts",
+            ),
+            (Edit("return True", "return not machine[at]"), "to its end"),
+            (Edit("at = state", "at = 0"), "not in 0"),
+            (Edit("return False", "return 1 > 0"), "is not possible; yours says True"),
+            (Edit("return [fits(text) for", "return [not fits(text) for"), "exchanged"),
+            (
+                Edit("return [fits(text) for text in texts]", "return [text for text in texts if fits(text)]"),
+                "numbers is wanted|True or False",
+            ),
+            (
+                Edit("            if character not in machine[at]:\n                return False\n", ""),
+                "raised KeyError",
+            ),
+            (
+                Edit("return [fits(text) for text in texts]", "return all(fits(text) for text in texts)"),
+                "has the shape",
+            ),
+            (Edit("for character in text:", "for character in sorted(text):"), "yours says"),
+            (Edit("for character in text:", "for character in text[:2]:"), "yours says"),
+            (Edit("for character in text:", "for character in text.strip():"), "yours says"),
+        ],
+        [
+            Edit("return [fits(text) for text in texts]", "return np.array([fits(text) for text in texts])"),
+            Edit("return True", "return 1"),
+        ],
     ),
     "7a.2": Case(
         [

@@ -100,8 +100,9 @@ def where_it_begins(answer: Any) -> str:
 @exercise("6.alone")
 def wrong_by_themselves(answer: Any) -> str:
     draw = draws(62)
-    x = (draw.normal(size=(4, 64)) * [[1], [3], [0.3], [2]]).astype(np.float32)
-    t, s = draw.integers(-1, 2, (8, 64)).astype(np.int8), np.float32(0.07)
+    x = (draw.normal(size=(4, 512)) * [[1], [3], [0.3], [2]]).astype(np.float32)
+    t, s = draw.integers(-1, 2, (8, 512)).astype(np.int8), np.float32(0.002)
+    x[3], t[5] = 2, 1  # a sum of 65,024
     x_q, a = quantization.quantize_activations(x)
     one = np.full_like(a, a.min())
     coarse = np.rint(x * one).astype(np.int8)
@@ -109,6 +110,7 @@ def wrong_by_themselves(answer: Any) -> str:
     def port(x_int8: Array = x_q, x_scale: Array = a, more: int = 0, factor: float = 1.0) -> dict[str, Array]:
         acc = x_int8.astype(np.int32) @ t.T.astype(np.int32)
         acc[1, 2] += more
+        acc[1, 3] -= more
         out = quantization.dequantize(acc, s, x_scale) * np.float32(factor)
         return {"x": x, "x_int8": x_int8, "x_scale": x_scale, "acc": acc, "out": out}
 
@@ -118,10 +120,10 @@ def wrong_by_themselves(answer: Any) -> str:
         ("Every op is right.", port(), set()),
         ("One scale serves all tokens; the products are right.", port(coarse, one), {"x_int8", "x_scale"}),
         ("The activations are truncated.", port((x * a).astype(np.int8)), {"x_int8"}),
-        ("One integer sum is off by 7; the output is made of it.", port(more=7), {"acc"}),
+        ("Two integer sums are off by 7; the output is made of them.", port(more=7), {"acc"}),
         ("The output is 1.01 times what its sums give.", port(factor=1.01), {"out"}),
         (
-            "A sum is off by 7, and the output is 1.01 times what its sums give.",
+            "Two sums are off by 7, and the output is 1.01 times what its sums give.",
             port(more=7, factor=1.01),
             {"acc", "out"},
         ),
@@ -132,7 +134,7 @@ def wrong_by_themselves(answer: Any) -> str:
     for _, run_of_port, _ in cases:
         names = run(answer, {name: array.copy() for name, array in run_of_port.items()}, t, s)
         try:
-            given.append({names} if isinstance(names, str) else {str(name) for name in names})
+            given.append(set(re.findall(r"\w+", names)) if isinstance(names, str) else {str(name) for name in names})
         except TypeError:
             raise Wrong(f"A set of names is wanted, not {describe(names)}.") from None
     for names, (what, _, right) in zip(given, cases, strict=True):
@@ -163,15 +165,17 @@ def from_x_alone(port: Mapping[str, Array], t: Array, s: np.float32) -> set[str]
     return differing(port, x_q, a, acc, quantization.dequantize(acc, s, a))
 
 
-def in_int8(port: Mapping[str, Array], t: Array, s: np.float32) -> set[str]:
+def in_narrow_sums(port: Mapping[str, Array], t: Array, s: np.float32, dtype: type = np.int8) -> set[str]:
     """From the port's own inputs, with sums that overflow."""
     x_q, a = quantization.quantize_activations(port["x"])
-    return differing(port, x_q, a, port["x_int8"] @ t.T, quantization.dequantize(port["acc"], s, port["x_scale"]))
+    acc: Array = port["x_int8"].astype(dtype) @ t.T.astype(dtype)
+    return differing(port, x_q, a, acc, quantization.dequantize(port["acc"], s, port["x_scale"]))
 
 
 ALONE: dict[str, Callable[..., set[str]]] = {
     "everything is computed from x; acc and out are to be made of the port's own tensors before them": from_x_alone,
-    "the sums overflow int8: make x_int8 and t wider first": in_int8,
+    "the sums overflow int8: make x_int8 and t wider first": in_narrow_sums,
+    "the sums overflow int16, too": partial(in_narrow_sums, dtype=np.int16),
 }
 
 
@@ -180,8 +184,8 @@ def fewest_wrong_judgements(answer: Any) -> str:
     draw = draws(63)
     cases = [
         ("Errors 1, 2, 3 of the right engine and 5, 6 of the bug", np.array([2.0, 1, 3]), np.array([6.0, 5])),
-        ("Errors 3 and 1, 2, 4, 5", np.array([3.0]), np.array([1.0, 2, 4, 5])),
-        ("Errors 4, 5, 6 and 1", np.array([4.0, 5, 6]), np.array([1.0])),
+        ("Errors 3 of the right engine and 1, 2, 4, 5 of the bug", np.array([3.0]), np.array([1.0, 2, 4, 5])),
+        ("Errors 4, 5, 6 of the right engine and 1 of the bug", np.array([4.0, 5, 6]), np.array([1.0])),
     ]
     cases += [("Two drawn engines", draw.lognormal(0, 1, 40), draw.lognormal(mean, 0.6, 40)) for mean in (1, 0.3)]
     for what, right, bug in cases:
@@ -195,7 +199,7 @@ def fewest_wrong_judgements(answer: Any) -> str:
             all_right = " None of the right engine's is accused; both kinds of wrong judgement count."
             raise Wrong(
                 f"{what}: a tolerance of {tolerance:.3g} accuses {accused} of the right engine's tokens, and lets "
-                f"{passed} of the bug's pass. {min(counts)} wrong judgements are possible."
+                f"{passed} of the bug's pass. The best one judges {min(counts)} wrongly."
                 + all_right
                 * int(accused == 0)
             )

@@ -22,6 +22,7 @@ def nucleus(answer: Any) -> str:
     p = np.exp(z) / np.exp(z).sum()
     cases = [(p, 0.8), (np.array([0.67, 0.24, 0.09]), 0.9), (np.array([0.1, 0.8, 0.1]), 0.5)]
     cases += [(np.array([0.125, 0.5, 0.375]), 0.5)]  # the first reaches the limit exactly
+    cases += [(np.array([0.4995, 0.2005, 0.3]), 0.5), (np.array([0.3, 0.5, 0.2]), 0.95)]  # nearly; all are kept
     for p, limit in cases:
         order = np.argsort(-p)
         below = np.cumsum(p[order])
@@ -103,7 +104,7 @@ def search(answer: Any) -> str:
         z = np.random.default_rng([seed, *map(int, ids)]).normal(size=6)
         return z - np.log(np.exp(z).sum())
 
-    for beams, steps in ((3, 5), (1, 3), (2, 4), (8, 3)):
+    for beams, steps in ((3, 5), (1, 3), (2, 4), (8, 3), (36, 2)):
         right = beams_by(by_sum, log_p, beams, steps)
         try:
             mine = [
@@ -177,6 +178,7 @@ def hold_back(answer: Any) -> str:
     cases += [("to make a little mist", ["a little mistake", "mist ahead"]), ("ana", ["nab", "anab"])]
     cases += [("aab", ["aabaac"]), ("it is a", ["a big cat", "the"]), ("", ["never"]), ("hm", [])]
     cases += [("a fine time", ["a little mistake"]), ("a small list", ["a little mistake"])]  # neither is held
+    cases += [("to make A", ["a little mistake"]), ("a list ", ["list of"])]
     wrong: dict[str, Callable[[str, Sequence[str]], int]] = {
         "one stop string is looked at; each of them may begin": lambda text, stops: held(text, stops[:1]),
         "the shortest is taken; all that may still become a stop string is to be held": lambda text, stops: min(
@@ -238,7 +240,87 @@ def lipogram(answer: Any, after: NextToken) -> str:
     if len(lost):
         raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
     model: Any = after.model
-    return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
+    text = model.generate("A dog and a cat", max_tokens=40, processors=[answer]).text
+    if "e" in text.lower():
+        raise Wrong(f"As a rule of a whole text it lets an e pass: {text!r}.")
+    return f"“A dog and a cat {text}”"
+
+
+Machine = dict[int, dict[str, int]]
+
+
+@exercise("7a.guide")
+def tokens_of_a_grammar(answer: Any) -> str:
+    date: Machine = {
+        0: {"t": 1},
+        1: {"h": 2},
+        2: {"e": 3},
+        3: {" ": 4},
+        4: {"1": 5, "2": 5},
+        5: {" ": 6, "2": 7},
+        6: {},
+        7: {},
+    }
+    cases: list[tuple[Machine, int, list[str]]] = [
+        ({0: {"a": 1}, 1: {"b": 0, "c": 2}, 2: {}}, 0, ["a", "ab", "aba", "abb", "acb", "ac", "b", "c"]),
+        (date, 0, ["t", "the", "the 2", "th ", "he", "2", "the 22", "the 222", "them", "teh"]),
+        (date, 4, ["1", "12", "the", " ", "1 ", "13", "22", "t", "21", "121"]),
+        (date, 6, ["1", " ", "t"]),
+    ]
+    given: list[list[bool]] = []
+    for machine, state, texts in cases:
+        mine = as_array(run(answer, {at: dict(arcs) for at, arcs in machine.items()}, state, list(texts)))
+        if mine.shape != (len(texts),):
+            raise Wrong(
+                f"One True or False is wanted for each of {len(texts)} texts; yours has the shape {mine.shape}."
+            )
+        given.append([bool(each) for each in mine])
+    likely = next(
+        (
+            f" Likely mistake: {cause}."
+            for cause, wrong in GUIDE_MISTAKES.items()
+            if given == [[wrong(machine, state, text) for text in texts] for machine, state, texts in cases]
+        ),
+        "",
+    )
+    for says, (machine, state, texts) in zip(given, cases, strict=True):
+        for text, yours in zip(texts, says, strict=True):
+            if yours != fits(machine, state, text):
+                possible = "not possible" if yours else "possible"
+                raise Wrong(f"In state {state} of {machine}, {text!r} is {possible}; yours says {yours}.{likely}")
+    return "Every other token gets the logit −∞."
+
+
+def end_of(machine: Machine, state: int, text: str) -> int:
+    """The state after a text. Raises KeyError where a character is not possible."""
+    for character in text:
+        state = machine[state][character]
+    return state
+
+
+def fits(machine: Machine, state: int, text: str) -> bool:
+    """Whether each character of a text is possible."""
+    try:
+        return end_of(machine, state, text) in machine
+    except KeyError:
+        return False
+
+
+GUIDE_MISTAKES: dict[str, Callable[[Machine, int, str], bool]] = {
+    "only the first character is looked at": lambda machine, state, text: text[0] in machine[state],
+    "each character moves to another state; all of yours are looked up in the first one": lambda machine, state, text: (
+        all(character in machine[state] for character in text)
+    ),
+    "the order counts: a character must be possible after those before it": lambda machine, state, text: all(
+        any(character in arcs for arcs in machine.values()) for character in text
+    ),
+    "a token need not bring the text to its end": lambda machine, state, text: (
+        fits(machine, state, text) and not machine[end_of(machine, state, text)]
+    ),
+    "the walk begins in `state`, not in 0": lambda machine, state, text: fits(machine, 0, text),
+    "the last character counts, too": lambda machine, state, text: fits(machine, state, text[:-1]),
+    "True and False are exchanged": lambda machine, state, text: not fits(machine, state, text),
+}
 
 
 @exercise("7b.1")
