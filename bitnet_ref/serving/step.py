@@ -73,11 +73,10 @@ class PagedStepper(Stepper[Job]):
 
     def parts(self, piece: PlannedPiece[Job]) -> list[Piece]:
         """Empty when the request's own rules fail, which ends it."""
-        ticket: Ticket = piece.row.ticket
         try:
             return super().parts(piece)
         except BaseException as error:
-            self.end(ticket, _own_error(ticket, error), "error")
+            self.end(piece.row.ticket, _own_error(piece.row, error), "error")
             return []
 
     def compute(self, work: Work[Job]) -> None:
@@ -123,7 +122,7 @@ class PagedStepper(Stepper[Job]):
         try:
             chunk = row.accept(logits)
         except BaseException as error:
-            self.end(ticket, _own_error(ticket, error), "error")
+            self.end(ticket, _own_error(row, error), "error")
             return
         self._note_token(ticket)
         if len(row.chunks) > 1:
@@ -156,7 +155,7 @@ class PagedStepper(Stepper[Job]):
         try:
             parents = search.accept(row, logits)
         except BaseException as error:
-            self.end(ticket, _own_error(ticket, error), "error")
+            self.end(ticket, _own_error(row, error), "error")
             return
         if parents is None:
             self.scheduler.park(row)
@@ -208,10 +207,10 @@ def part_of(piece: PlannedPiece[Job]) -> StepPart:
     return StepPart(piece.row.ticket.number, piece.slot, "decode" if decodes else "prefill", tokens)
 
 
-def _own_error(ticket: Ticket, error: BaseException) -> GenerationError:
+def _own_error(row: Job, error: BaseException) -> GenerationError:
     """For an error of the request's own functions, rules or grammar."""
-    token = ticket.stats.generated_tokens + 1
-    return wrap(f"request {ticket.number} failed in choosing token {token}, by its own parameters", error)
+    token = row.new_tokens + 1
+    return wrap(f"request {row.ticket.number} failed in choosing token {token}, by its own parameters", error)
 
 
 def wrap(message: str, error: BaseException) -> GenerationError:

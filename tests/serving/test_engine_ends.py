@@ -305,6 +305,33 @@ def test_a_fault_of_a_requests_own_fails_that_request_only(engine, params):
     assert [gist(handle.result()) for handle in good] == [gist(out) for out in expected]
 
 
+def third(ids, logits, *_):
+    """Fails where it would choose the third token after "Alice", which is two."""
+    return bad() if len(ids) == 4 else logits
+
+
+@pytest.mark.parametrize(
+    ("params", "token"),
+    [
+        ({"processors": [third]}, 3),
+        ({"processors": [third], "n": 3, "temperature": 1.0, "seed": 1}, 3),  # not of all its texts
+        ({"processors": [third], "num_beams": 2}, 3),
+        ({"strategy": bad}, 1),
+        ({"filter": bad}, 1),  # which has seen it
+    ],
+)
+def test_an_error_of_a_requests_own_names_the_token(engine, params, token):
+    with pytest.raises(GenerationError, match=f"request 0 failed in choosing token {token}, by its own parameters"):
+        engine.generate("Alice", max_tokens=8, **params)
+
+
+def test_a_call_that_fails_ends_its_other_requests(engine):
+    with pytest.raises(GenerationError) as error:
+        engine.generate(["Alice", "Alice " * 400], max_tokens=200)
+    until(lambda: engine.metrics.finished["abort"] == 1)  # though the error is kept, and so what its call held
+    assert "context" in str(error.value)
+
+
 def test_one_of_n_rows_fails_its_request(engine):
     def sometimes(ids, logits):
         if len(ids) > 4 and ids[-1] % 2:
