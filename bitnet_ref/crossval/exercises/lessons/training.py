@@ -319,5 +319,5 @@ def scale_of_a_second_rounding(answer: Any, master: Array) -> str:
         100 * share: "That is the percentage; a factor is wanted.",
         share**2: "Rounded three times, that would be; after two it is the factor once.",
     }
-    expect_number(answer, share, within=0.006, mistakes=mistakes, hint="The mean of |W_t · s|, over s.")
+    expect_number(answer, share, within=0.011, mistakes=mistakes, hint="The mean of |W_t · s|, over s.")
     return "The share of weights that are not 0. The −1, 0 and +1 stay: 1 / share is above a half."
