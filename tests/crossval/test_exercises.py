@@ -1824,6 +1824,8 @@ CASES = {
             (Edit(VARIANCE, "np.var(a) / len(a) + np.var(b) / len(b)"), "ddof=1"),
             (Edit(VARIANCE, "np.var(a, ddof=1) + np.var(b, ddof=1)"), "single seeds"),
             (Edit(f"np.sqrt({VARIANCE})", VARIANCE), "root is missing"),
+            (Edit(VARIANCE, "np.std(a, ddof=1) / len(a) + np.std(b, ddof=1) / len(b)"), "squared under the root"),
+            (Edit(VARIANCE, "np.var(np.array(a) - np.array(b), ddof=1) / len(a)"), "pairs the seeds"),
             (Edit("len(a) + np.var(b, ddof=1) / len(b)", "3 + np.var(b, ddof=1) / 3"), "not always 3"),
             (Edit(" + np.var(b, ddof=1) / len(b)", ""), "spread of `other` is missing"),
             (Edit(f", np.sqrt({VARIANCE})", ""), "Two numbers"),

@@ -298,6 +298,8 @@ def compare_two(
         float(np.sqrt(abs(va - vb) / n)): "The squares are added, also for a difference.",
         float(np.sqrt((va + vb) / 3)): "The number of seeds is not always 3: take len.",
         float(np.sqrt((va + vb) / 4)): "n is the number of seeds, not of rates.",
+        float(np.std(a - b, ddof=1) / np.sqrt(n)): "That pairs the seeds; the formula takes the two spreads apart.",
+        float(np.sqrt(np.sqrt(va) / n + np.sqrt(vb) / n)): "The deviations are to be squared under the root.",
         gap / right: "That is the difference over its error; the error itself is asked.",
     }
     expect_number(
