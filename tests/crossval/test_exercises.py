@@ -53,6 +53,8 @@ MEASURE = """        trainer.step(tokens)
         if step + 1 in (half - width, half, half + width):
             losses[step + 1] = trainer.loss(exam)"""
 BOTH_FALLS = "losses[half - width] - losses[half], losses[half] - losses[half + width]"
+VARIANCE = "np.var(a, ddof=1) / len(a) + np.var(b, ddof=1) / len(b)"
+SECOND_SCALE = "quantization.absmean_scale(W_t * s) / s"
 MASK = N4[None, :] > N4[:, None]
 PUBLISHED = {
     "a": "int8, multiply",
@@ -152,6 +154,16 @@ class Case:
 
     wrong: list
     right: list = field(default_factory=list)
+
+
+def own_fragments(a, b):
+    """Exercise 8.mma by lanes that exchange nothing.   -> (32 lanes, rows g and g + 8)"""
+    return np.einsum("lkri,lki->lr", a.astype(int).reshape(32, 2, 2, 4), b.astype(int))
+
+
+def in_parts(tokens):
+    """Exercise 9.falls with its batches from another expression."""
+    return Edit("zip(range(half + width), batches(1 + seed))", f"enumerate({tokens})")
 
 
 def columns_in_another_order(a, b):
@@ -334,7 +346,7 @@ CASES = {
             (Edit("return with_weights(turn)", "return turn"), "A model is wanted"),
             (
                 Edit("replace(w, w_dequant_scale=1 / w.w_dequant_scale)", "1 / w.w_dequant_scale"),
-                "q_proj of block 0 is no matrix now",
+                "q_proj of block 0 is no matrix now but np.float32",
             ),
             (Edit("replace(w, ", "replace(w, packed=~w.packed & 0x55, "), "raised|The weights of q_proj of block 0"),
             (lambda *kinds: 0.5, "A model is wanted"),
@@ -992,6 +1004,19 @@ CASES = {
             (Edit("b.reshape(16, 16, 4)", "b.reshape(16, 4, 16).swapaxes(1, 2)"), "16 apart"),
             (lambda c, a, b: c + a.astype(int)[:, ::4] @ b.astype(int)[:, ::4], "only the first of each four"),
             (lambda c, a, b: c + a @ b, "raised ValueError"),
+            (Edit("b.reshape", "b.view(np.int8).reshape"), "bytes of b have no sign"),
+            (Edit("a.reshape", "a.view(np.uint8).reshape"), "bytes of a have a sign"),
+            (
+                lambda c, a, b: (
+                    c
+                    + np.einsum(
+                        "mki,kni->mn",
+                        a.view(np.uint8).reshape(16, 16, 4).astype(int),
+                        b.view(np.int8).reshape(16, 16, 4).astype(int),
+                    )
+                ),
+                "the wrong operand is unsigned",
+            ),
         ],
         [
             lambda c, a, b: [
@@ -1706,6 +1731,9 @@ CASES = {
                 "D as a whole",
             ),
             (Edit(", axis=1", ""), "transpose"),
+            (lambda a, b: own_fragments(a, b)[:, [0, 0, 1, 1]], "multiplies its own fragments"),
+            (lambda a, b: own_fragments(a, b)[:, [0, 1, 0, 1]], "multiplies its own fragments"),
+            (lambda a, b: np.einsum("lri,lri->lr", a.astype(int), np.tile(b, (1, 2, 1))), "its own fragments"),
         ],
         [
             columns_in_another_order,
@@ -1832,6 +1860,11 @@ CASES = {
             (Edit("return W - rate *", "return"), "that is the gradient"),
             (Edit("rate * ", ""), "the rate is missing"),
             (Edit("(x_q / a) @ (W_t * s).T", "x_q @ W_t.T * (s / a)"), "summed in int8 and overflows"),
+            (
+                lambda W, x, target, rate: W - rate * ((x @ W.T - target) / len(x)).T @ x,
+                "nothing is rounded: that is a float",
+            ),
+            (Edit("(x_q / a) @ (W_t * s).T", "x @ W.T"), "the forward pass rounds nothing"),
         ]
     ),
     "9.falls": Case(
@@ -1885,6 +1918,21 @@ CASES = {
             (Edit("(config, seed, plan)", "(config, 0, plan)"), "begin with `seed`"),
             (Edit("    trainer, losses", "    seed = 0\n    trainer, losses"), "seed is not used"),
             (Edit(", losses[half] - losses[half + width]", ""), "shape"),
+            (in_parts("t for n in (half, width) for _, t in zip(range(n), batches(1 + seed))"), "half. on .* anew"),
+            (
+                in_parts("t for n in (half - width, width, width) for _, t in zip(range(n), batches(1 + seed))"),
+                "each measurement .* anew",
+            ),
+            (
+                in_parts("t for s in [batches(1 + seed)] for n in (half, width) for t, _ in zip(s, range(n))"),
+                "one batch too many where range",
+            ),
+            (
+                in_parts(
+                    "t for s in [batches(1 + seed)] for n in (half - width, width, width) for t, _ in zip(s, range(n))"
+                ),
+                "too many each time",
+            ),
         ],
         [
             Edit(
@@ -1892,6 +1940,48 @@ CASES = {
                 "return [losses[half - width] - losses[half], losses[half] - losses[half + width]]",
             )
         ],
+    ),
+    "9.spread": Case(
+        [
+            (Edit("np.mean(a) - np.mean(b)", "np.mean(b) - np.mean(a)"), "minus that of `other`"),
+            (Edit("key=np.mean", "key=min"), "luckiest seed"),
+            (Edit("key=np.mean", "key=lambda losses: -np.mean(losses)"), "Lower is better"),
+            (Edit("np.mean(a) - np.mean(b)", "min(a) - min(b)"), "best seed at each best rate"),
+            (Edit("np.mean(a) - np.mean(b)", "np.median(a) - np.median(b)"), "medians"),
+            (
+                Edit(
+                    "a, b = (min(losses.values(), key=np.mean) for losses in (one, other))",
+                    "rate = min(one, key=lambda rate: np.mean(one[rate]))\n    a, b = one[rate], other[rate]",
+                ),
+                "that of `one` for both",
+            ),
+            (Edit(VARIANCE, "np.var(a) / len(a) + np.var(b) / len(b)"), "ddof=1"),
+            (Edit(VARIANCE, "np.var(a, ddof=1) + np.var(b, ddof=1)"), "single seeds"),
+            (Edit(f"np.sqrt({VARIANCE})", VARIANCE), "root is missing"),
+            (Edit(VARIANCE, "np.std(a, ddof=1) / len(a) + np.std(b, ddof=1) / len(b)"), "squared under the root"),
+            (Edit(VARIANCE, "np.var(np.array(a) - np.array(b), ddof=1) / len(a)"), "pairs the seeds"),
+            (Edit("len(a) + np.var(b, ddof=1) / len(b)", "3 + np.var(b, ddof=1) / 3"), "not always 3"),
+            (Edit(" + np.var(b, ddof=1) / len(b)", ""), "spread of `other` is missing"),
+            (Edit(f", np.sqrt({VARIANCE})", ""), "Two numbers"),
+        ],
+        [
+            lambda one, other: [
+                min(map(np.mean, one.values())) - min(map(np.mean, other.values())),
+                math.sqrt(sum(np.var(min(each.values(), key=sum), ddof=1) / len(each[0.01]) for each in (one, other))),
+            ]
+        ],
+    ),
+    "9.twice": Case(
+        [
+            (1, "the zeros count"),
+            (Edit(SECOND_SCALE, "s / quantization.absmean_scale(W_t * s)"), "The other way"),
+            (Edit(SECOND_SCALE, "quantization.absmean_scale(W_t * s)"), "over the first"),
+            (Edit(SECOND_SCALE, "(W_t == 0).mean()"), "share of zeros"),
+            (Edit(SECOND_SCALE, "(W_t == 1).mean()"), "counts as much"),
+            (Edit("/ s", "/ s * 100"), "percentage"),
+            (0.9, "too large"),
+        ],
+        [Edit(SECOND_SCALE, "round(float((W_t != 0).mean()), 2)")],
     ),
     "9.4": Case(
         [
@@ -2414,6 +2504,7 @@ def given():
         untrained={"W": w},
         **training(),
         WATCHED="W",
+        trainer=SimpleNamespace(masters={"W": w}),
     )
 
 

@@ -132,6 +132,12 @@ def tile_product(answer: Any) -> str:
         + np.einsum("mki,kni->mn", wide.reshape(16, 4, 16).swapaxes(1, 2), of_rows),
         "four neighbours in line k are four columns of one row; yours are 16 apart": c
         + np.einsum("mki,kin->mn", groups, of_rows.reshape(16, 4, 16)),
+        "the bytes of b have no sign: 200 is not −56": c
+        + np.einsum("mki,kni->mn", groups, of_rows.astype(np.int8).astype(np.int64)),
+        "the bytes of a have a sign: −56 is not 200": c
+        + np.einsum("mki,kni->mn", groups.astype(np.uint8).astype(np.int64), of_rows),
+        "the wrong operand is unsigned: b has no sign, and a has one": c
+        + np.einsum("mki,kni->mn", groups.astype(np.uint8).astype(np.int64), of_rows.astype(np.int8).astype(np.int64)),
     }
     expect_array(run(answer, c, a, b), right, mistakes=mistakes)
     return "16,384 products. The processor does them in one instruction, of 16 cycles."
@@ -347,6 +353,13 @@ def fragments_multiplied(answer: Any) -> str:
     result = as_array(run(answer, a, b))
     if result.shape == (16, 8):
         raise Wrong("That is D as a whole. Each lane's part is wanted: (32 lanes, 4 registers).")
+    if result.shape == (32, 4) and result[5].any():
+        of_lane_5 = [np.where(np.arange(32)[:, None, None] == 5, each, 0).astype(np.int8) for each in (a, b)]
+        if np.array_equal(result[5], as_array(run(answer, *of_lane_5))[5]):
+            raise Wrong(
+                "Lane 5 gets the same when the other lanes hand in zeros: each lane multiplies its own fragments. "
+                "A sum of D needs a whole row of A and a column of B, which are those of several lanes."
+            )
     expect_array(result, part(whole), mistakes=mistakes)
     return "4,096 products in one instruction of a warp."
 

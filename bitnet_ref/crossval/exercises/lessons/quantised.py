@@ -259,9 +259,8 @@ def turned_scales(answer: Any, model: Model, with_weights: Callable[..., Model])
         if not isinstance(turned, Model):
             raise Wrong(f"A model is wanted, as with_weights returns it, not {describe(turned)}.")
         for number, (before, after) in enumerate(zip(model.weights.layers, turned.weights.layers, strict=True)):
-            given = dict(after.linears())
             for kind, w in before.linears():
-                what, mine = f"{kind} of block {number}", given.get(kind)
+                what, mine = f"{kind} of block {number}", getattr(after, kind)
                 assert isinstance(w, TernaryWeight)
                 if not isinstance(mine, TernaryWeight):
                     raise Wrong(f"{what} is no matrix now but {describe(mine)}: replace(w, ...) makes one.")

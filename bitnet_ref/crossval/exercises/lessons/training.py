@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ....reference import quantization
 from ....reference.config import ModelConfig
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array
+from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
 if TYPE_CHECKING:
@@ -107,6 +107,12 @@ def step_of_a_bitlinear(answer: Any) -> str:
         - rate * ((x_float @ w.T - target) / len(x)).T @ x_float,
         "the forward pass takes x before rounding": w - rate * ((x @ (w_t * s).T - target) / len(x)).T @ x_float,
         "the gradient takes x before rounding": w - rate * (dy.T @ x),
+        "nothing is rounded: that is a float layer's step; take x_q / a and W_t · s": w
+        - rate * ((x @ w.T - target) / len(x)).T @ x,
+        "the forward pass rounds nothing; it takes x_q / a and W_t · s": w
+        - rate * ((x @ w.T - target) / len(x)).T @ x_float,
+        "the weights are not rounded in the forward pass, nor x in the gradient": w
+        - rate * ((x_float @ w.T - target) / len(x)).T @ x,
         "x is taken before rounding, in both passes": w - rate * ((x @ (w_t * s).T - target) / len(x)).T @ x,
         "the scale s is missing in the forward pass": w - rate * ((x_float @ w_t.T - target) / len(x)).T @ x_float,
         "the rounded weight is moved; the master is": w_t * s - rate * (dy.T @ x_float),
@@ -170,12 +176,15 @@ def falls_around_a_switch(
     half, width, seed = 6, 2, 3
     plan = Schedule("two-stage", lr=0.03, second_lr=0.005, total_steps=2 * half, warmup_steps=2)
 
-    def trained_by(of_weights: int, of_batches: int) -> tuple[list[float], list[float]]:
-        """The losses on unseen pages and of training after each step."""
+    def trained_by(
+        of_weights: int, of_batches: int, order: Iterable[int] = range(half + width)
+    ) -> tuple[list[float], list[float]]:
+        """The losses on unseen pages and of training after each step.   order: the numbers of the batches."""
+        drawn = [tokens for _, tokens in zip(range(half + width + 2), batches(of_batches), strict=False)]
         trainer = new_trainer(tiny, of_weights, plan)
         exams, trained = [float(trainer.loss(exam))], [0.0]
-        for _, tokens in zip(range(half + width), batches(of_batches), strict=False):
-            trained.append(float(trainer.step(tokens)))
+        for number in order:
+            trained.append(float(trainer.step(drawn[number])))
             exams.append(float(trainer.loss(exam)))
         return exams, trained
 
@@ -207,6 +216,110 @@ def falls_around_a_switch(
         "the weights begin with `seed`, and not with 0": around(trained_by(0, 1 + seed)[0]),
         "the batches are those of 1 + seed": around(trained_by(seed, 1)[0]),
         "the batches are those of 1 + seed, not of the seed": around(trained_by(seed, seed)[0]),
+        "from `half` on the batches are drawn anew; call batches(1 + seed) once, and go on with it": around(
+            trained_by(seed, 1 + seed, [*range(half), *range(width)])[0]
+        ),
+        "after each measurement the batches are drawn anew; call batches(1 + seed) once, and go on with it": around(
+            trained_by(seed, 1 + seed, [*range(half - width), *range(width), *range(width)])[0]
+        ),
+        "zip takes one batch too many where range comes second, and it is lost; put range first": around(
+            trained_by(seed, 1 + seed, [*range(half), *range(half + 1, half + 1 + width)])[0]
+        ),
+        "zip takes a batch too many each time where range comes second, and it is lost; put range first": around(
+            trained_by(
+                seed,
+                1 + seed,
+                [*range(half - width), *range(half - width + 1, half + 1), *range(half + 2, half + width + 2)],
+            )[0]
+        ),
     }
     expect_array(run(answer, tiny, plan, half, width, seed), right, mistakes=mistakes)
     return "Now it can be asked of any model and any schedule."
+
+
+@exercise("9.spread")
+def difference_and_its_error(answer: Any) -> str:
+    draw = draws(95)
+    for seeds in (3, 6):
+        # for each rate, the loss of each seed: the best rate of `one` is its third, that of `other` its second
+        of_one = np.array([4.6, 4.3, 4.0, 4.2])[:, None] + draw.permutation(np.linspace(-0.1, 0.1, seeds))
+        of_other = np.array([4.1, 3.6, 4.2, 4.4])[:, None] + draw.permutation(np.linspace(0, 0.5, seeds) ** 2)
+        of_one[1, 0], of_other[2, 1] = 3.7, 3.1  # single lucky seeds, of rates that are not the best
+        one, other = (dict(zip((0.01, 0.02, 0.04, 0.08), each.tolist(), strict=True)) for each in (of_one, of_other))
+        compare_two(answer, one, other, of_one[2], of_other[1])
+    return "Now ask it of your models."
+
+
+def compare_two(
+    answer: Any,
+    one: Mapping[float, Sequence[float]],
+    other: Mapping[float, Sequence[float]],
+    a: Array,
+    b: Array,
+) -> None:
+    """Raises Wrong unless the difference and the error are right.   a, b: the losses at the best rates."""
+    result = run(answer, one, other)
+    if not isinstance(result, (tuple, list, np.ndarray)) or len(result) != 2:
+        raise Wrong("Two numbers are wanted: the difference, and its standard error.")
+    all_a, all_b = np.array([*one.values()]), np.array([*other.values()])
+    lucky = all_a[np.argmin(all_a.min(axis=1))].mean() - all_b[np.argmin(all_b.min(axis=1))].mean()
+    gap = float(a.mean() - b.mean())
+    of_gap = {
+        -gap: "It is the loss of `one` minus that of `other`; yours is the other way.",
+        float(a.mean() - all_b[2].mean()): "Each has a best rate of its own; yours takes that of `one` for both.",
+        float(all_a[1].mean() - b.mean()): "Each has a best rate of its own; yours takes that of `other` for both.",
+        float(all_a.min() - all_b.min()): "Those are the luckiest seeds; compare the means of all seeds.",
+        float(a.min() - b.min()): "That is the best seed at each best rate; compare the means of all seeds.",
+        float(lucky): "The best rate is that of the lowest mean; yours is that of the luckiest seed.",
+        float(all_a.mean() - all_b.mean()): "That is the mean of all rates; take the best rate of each.",
+        float(
+            all_a.mean(axis=1).max() - all_b.mean(axis=1).max()
+        ): "Lower is better: the best rate has the lowest loss.",
+        float(np.median(a) - np.median(b)): "Those are medians; the means are asked.",
+    }
+    expect_number(
+        result[0], gap, within=1e-6, mistakes=of_gap, hint="The difference of the two lowest means of the seeds."
+    )
+    n, va, vb = len(a), float(a.var(ddof=1)), float(b.var(ddof=1))
+    right = float(np.sqrt((va + vb) / n))
+    of_error = {
+        float(np.sqrt((a.var() + b.var()) / n)): "np.std divides by n; for the spread of a few seeds say ddof=1.",
+        float(
+            np.sqrt(va + vb)
+        ): "That is the spread of single seeds; a mean of n varies less: divide the squares by n.",
+        float(np.sqrt(a.var() + b.var())): "That is the spread of single seeds, and with ddof=0.",
+        float(np.sqrt(va / n) + np.sqrt(vb / n)): "The squares are added, and then the root is taken.",
+        float(np.sqrt(va) + np.sqrt(vb)): "The squares are added, each divided by n, and then the root is taken.",
+        float(np.sqrt(va + vb) / n): "n stands under the root.",
+        (va + vb) / n: "The root is missing.",
+        float(np.sqrt(va / n)): "The spread of `other` is missing.",
+        float(np.sqrt(vb / n)): "The spread of `one` is missing.",
+        float(np.sqrt((va + vb) / (2 * n))): "n is the number of seeds of one kind.",
+        float(np.sqrt(abs(va - vb) / n)): "The squares are added, also for a difference.",
+        float(np.sqrt((va + vb) / 3)): "The number of seeds is not always 3: take len.",
+        float(np.sqrt((va + vb) / 4)): "n is the number of seeds, not of rates.",
+        float(np.std(a - b, ddof=1) / np.sqrt(n)): "That pairs the seeds; the formula takes the two spreads apart.",
+        float(np.sqrt(np.sqrt(va) / n + np.sqrt(vb) / n)): "The deviations are to be squared under the root.",
+        gap / right: "That is the difference over its error; the error itself is asked.",
+    }
+    expect_number(
+        result[1], right, within=1e-6, mistakes=of_error, hint="The root of the two squared deviations, each over n."
+    )
+
+
+@exercise("9.twice")
+def scale_of_a_second_rounding(answer: Any, master: Array) -> str:
+    w_t, s = quantization.quantize_weights(master)
+    share, scale = float((w_t != 0).mean()), float(s)
+    mistakes = {
+        1.0: "The scale is the mean of |W|, and the zeros count: is it s again after the first rounding?",
+        1 / share: "The other way: the second scale over the first.",
+        1 - share: "That is the share of zeros.",
+        float((w_t == 1).mean()): "That is the share of +1; |−1| counts as much.",
+        scale * share: "That is the second scale itself; over the first, s.",
+        scale: "That is the first scale. By which factor is the second another?",
+        100 * share: "That is the percentage; a factor is wanted.",
+        share**2: "Rounded three times, that would be; after two it is the factor once.",
+    }
+    expect_number(answer, share, within=0.011, mistakes=mistakes, hint="The mean of |W_t · s|, over s.")
+    return "The share of weights that are not 0. The −1, 0 and +1 stay: 1 / share is above a half."
