@@ -57,7 +57,7 @@ TARGET_NAMES = (
     metavar="SECONDS",
     help="Give up on the engine after so long.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
+@click.option("--force", "overwrite", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
 @declared_option(LoadOptions, "adapter", help="A LoRA adapter to merge into dense matrices, or none.")
 @click.option("--to-tl-tiles", type=INPUT_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
@@ -72,7 +72,7 @@ def convert(
     no_engine: bool,
     python: str | None,
     engine_timeout_s: float,
-    force: bool,
+    overwrite: bool,
     to_tl_tiles: Path | None,
     **layout: Any,
 ) -> None:
@@ -113,7 +113,7 @@ def convert(
             bars.close()
             return bars.enter_context(LoadingBar(name))
 
-        options: dict[str, Any] = {"options": LoadOptions(**layout), "verify": not no_verify, "overwrite": force}
+        options: dict[str, Any] = {"options": LoadOptions(**layout), "verify": not no_verify, "overwrite": overwrite}
         options |= {"tl_tiles": to_tl_tiles, "split_size": split_size}
         proof = convert_model(source, destination, target, phase=phase, **options)
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]

@@ -12,6 +12,7 @@ import click
 from ..errors import BackendUnavailable
 from .generation_options import (
     INPUT_FILE,
+    is_model,
     load_model,
     loading_options,
     model_opener,
@@ -37,7 +38,7 @@ STATE_HELP = "Written every 5 s; the same command goes on from there."
 
 @click.command(cls=SectionedCommand, short_help="The perplexity of a text, by a named protocol.")
 @click.argument("model", default="storyteller")
-@click.option("--text", "texts", type=INPUT_FILE, multiple=True, required=True, help="A document; may be repeated.")
+@click.option("--text", "texts", type=INPUT_FILE, multiple=True, help="A document; may be repeated.  [required]")
 @click.option("--protocol", type=click.Choice(PROTOCOLS), multiple=True, help="May be repeated.  [default: llama.cpp]")
 @click.option("--length", type=int, metavar="N", help=LENGTH_HELP)
 @click.option("--state", type=OutputFile(), help=STATE_HELP)
@@ -65,6 +66,11 @@ def perplexity(
     from ..evaluation import PROTOCOLS as rules
     from ..evaluation import perplexity as measure
 
+    if not texts:
+        is_text = Path(model).is_file() and not is_model(model)
+        line = f"{model} --text FILE" if not is_text else f"--text {model}"
+        question = f"Is {model} the text? " * is_text
+        raise click.UsageError(f"Missing option '--text'. {question}Write: bitnet-ref perplexity {line}")
     protocols = protocol or ("llama.cpp",)
     if state is not None and len(protocols) > 1:
         raise click.UsageError("--state: expected one --protocol")

@@ -61,21 +61,28 @@ def draw(inspection: Inspection, out: Console) -> None:
         return
     sizes = [f"{number_in_words(inspection.parameters)} parameters"] if inspection.parameters else []
     sizes += [size_in_words(inspection.nbytes)] if inspection.nbytes else []
-    is_empty = inspection.config is None and not inspection.tensors
-    unknown = "No model that can be read" if is_empty else "A model that cannot be told from its configuration"
-    out.print(f"{inspection.family or unknown}\n{', '.join(sizes)}".rstrip() + "\n")
-    if not is_empty:
-        draw_facts(inspection, out)
+    out.print(f"{headline(inspection)}\n{', '.join(sizes)}".rstrip() + "\n")
+    draw_facts(inspection, out)
     draw_sizes(inspection, out)
     draw_ternary(inspection, out)
-    if inspection.config is None and not is_empty:
+    if inspection.config is None and inspection.tensors:
         draw_tensors(inspection, out)
     draw_findings(inspection, out)
 
 
+def headline(inspection: Inspection) -> str:
+    if inspection.family is not None:
+        return inspection.family
+    if inspection.is_cut_off:
+        return "A model of which a part is missing: a file is cut off"
+    return "A model that cannot be told from its configuration" if inspection.tensors else "No model that can be read"
+
+
 def draw_facts(inspection: Inspection, out: Console) -> None:
     rows: list[tuple[str, str]] = []
-    if inspection.format is not None:
+    if inspection.format is not None and (
+        inspection.tensors or inspection.config or not Path(inspection.path).is_dir()
+    ):
         named = f", architecture {inspection.architecture}" if inspection.is_gguf and inspection.architecture else ""
         rows.append(("format", inspection.format + named))
     rows += [("evidence" if number == 0 else "", words) for number, words in enumerate(inspection.evidence)]

@@ -11,14 +11,16 @@ from typing import NamedTuple
 
 import click
 
-from ..errors import FormatError
+from ..errors import BackendUnavailable, FormatError
 from ..system.atomic import explain_os_errors, write_file
 from ..system.json_file import open_regular
-from .shell import UNAVAILABLE, common_options, paint, print_json, say_error, wants_json
+from .shell import common_options, paint, print_json, wants_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER, TEACHER_FOLDER, NBGRADER_FOLDER = "bitnet_ref_notebooks", "bitnet_ref_teacher", "bitnet_ref_nbgrader"
-NO_JUPYTERLAB = 'JupyterLab is not installed: pip install "bitnet-ref[notebooks]"'
+NO_JUPYTERLAB = (
+    'JupyterLab is not installed: pip install "bitnet-ref[notebooks]"; --no-launch copies the notebooks only'
+)
 
 
 class Copied(NamedTuple):
@@ -57,11 +59,11 @@ def lab(
     if (teacher or nbgrader) and folder == Path(DEFAULT_FOLDER):
         folder = Path(NBGRADER_FOLDER if nbgrader else TEACHER_FOLDER)
     no_launch |= nbgrader
+    if not no_launch and find_spec("jupyterlab") is None:
+        raise BackendUnavailable(NO_JUPYTERLAB)
     done = copy_notebooks(source, folder, force, "nbgrader" if nbgrader else "teacher" if teacher else None)
-    missing = not no_launch and find_spec("jupyterlab") is None
     if wants_json():
-        report = {"directory": str(folder), **done._asdict(), "launched": not no_launch and not missing}
-        print_json(report | ({"error": {"type": "Unavailable", "message": NO_JUPYTERLAB}} if missing else {}))
+        print_json({"directory": str(folder), **done._asdict(), "launched": not no_launch})
     else:
         for name in done.copied:
             click.echo(f"copied {folder / name}")
@@ -69,10 +71,6 @@ def lab(
             click.echo(f"kept   {folder / name} {paint('(you changed it; --force overwrites)', sys.stdout, dim=True)}")
         if done.unchanged:
             click.echo(f"{len(done.unchanged)} files were already in {folder}")
-        if missing:
-            say_error(NO_JUPYTERLAB)
-    if missing:
-        raise click.exceptions.Exit(UNAVAILABLE)
     if no_launch:
         return
     if os.name == "posix" and os.geteuid() == 0 and not any("allow-root" in option for option in jupyter_options):

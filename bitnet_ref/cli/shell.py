@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -94,6 +95,9 @@ class ExitCodes(click.Command):
             result = super().invoke(ctx)
             sys.stdout.flush()  # a closed pipe raises here, and not when the interpreter exits
             return result
+        except click.UsageError as error:
+            error.message += hint_at_quotes(error)
+            raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except BrokenPipeError:  # `| head -1`
@@ -123,6 +127,16 @@ class ExitCodes(click.Command):
             return UNAVAILABLE
         say_error("this is a bug in bitnet_ref; the lines above say where")
         return BUG
+
+
+def hint_at_quotes(error: click.UsageError) -> str:
+    """What to say of words left over: the last argument and they may be a path with spaces."""
+    words = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message)
+    if words is None or error.ctx is None:
+        return ""
+    arguments = [param for param in error.ctx.command.params if isinstance(param, click.Argument)]
+    first = error.ctx.params.get(str(arguments[-1].name)) if arguments else None
+    return f'. Put a path with spaces in quotes: "{first} {words[1]}"' if first is not None else ""
 
 
 def check_files_apart(command: click.Command, values: Mapping[str, Any]) -> None:

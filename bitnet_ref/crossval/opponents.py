@@ -167,6 +167,9 @@ def trace_files(given: Sequence[Path]) -> list[Path]:
         inside = sorted(path.glob("*.safetensors"), key=lambda file: (order.get(file.name, len(order)), file.name))
         if path.is_dir() and not inside:
             raise FormatError("no trace is in this folder: no file ends in .safetensors", path=path)
+        if path.suffix in (".gguf", ".onnx"):
+            hint = f"; a GGUF is compared by bitnet-ref crossval llama-cpp {path}" * (path.suffix == ".gguf")
+            raise FormatError(f"this is a model, not a trace{hint}", path=path)
         files += inside if path.is_dir() else [path]
     return files
 

@@ -13,10 +13,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..errors import FormatError, OutOfMemory
+from ..errors import LARGEST_INT, FormatError, OutOfMemory
 from ..reference.layers import Array, Floats
 from ..system.json_file import open_regular
 
+CUT_OFF = "the file is cut off"  # begins the message of `BinaryFile.cut_off`
 _BLOCK = 1 << 18  # values checked at a time
 _READ_BYTES = 8 << 20  # at a time, so that the read-ahead moves on within a large tensor
 _AHEAD_BYTES = 256 << 20  # that the system is asked to read before they are used
@@ -75,6 +76,19 @@ class BinaryFile(Closeable):
     def error(self, message: str, offset: int | None = None, field: str | None = None) -> FormatError:
         """The error to raise about a place in this file."""
         return FormatError(message, path=self.path, offset=offset, field=field)
+
+    def cut_off(
+        self, size: int, message: str, offset: int, field: str | None = None, least: bool = False
+    ) -> FormatError:
+        """The error to raise where a file of `size` bytes is expected and this one has fewer.
+
+        least: the file has at least so many, and where it ends is not known. A size beyond any model is a wrong number
+        in the header, and not called a cut.
+        """
+        if size <= LARGEST_INT:
+            whole = f"{'at least ' if least else ''}{size:,}"
+            message = f"{CUT_OFF} ({self.size:,} of {whole} bytes): download it again; {message}"
+        return self.error(message, offset, field)
 
     def read_array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int, field: str) -> Array:
         """A new array with the file's bytes from `offset` on. OutOfMemory, FormatError naming `field`."""

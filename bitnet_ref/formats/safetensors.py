@@ -118,13 +118,13 @@ class SafetensorsFile(BinaryFile):
 
     def _read_header(self) -> dict[str, TensorInfo]:
         if self.size < 8:
-            raise self.error(f"a safetensors file has at least 8 bytes, this one {self.size}", 0)
+            raise self.cut_off(8, f"a safetensors file has at least 8 bytes, this one {self.size}", 0, least=True)
         length = int(self.read_array("<u8", (1,), 0, "header length")[0])
         if length > min(MAX_HEADER, self.size - 8):
-            message = (
-                f"not a safetensors file, or a cut one: its header would have {length} bytes, the file has {self.size}"
-            )
-            raise self.error(message, 0, "header length")
+            message = f"its header would have {length} bytes, the file has {self.size}"
+            if length > MAX_HEADER:
+                raise self.error(f"not a safetensors file: {message}", 0, "header length")
+            raise self.cut_off(8 + length, message, 0, "header length", least=True)
         header = self.read_array(np.uint8, (length,), 8, "header").tobytes()
         entries = parse_json_object(header, FormatError, self.path, offset=8)
         metadata = entries.pop("__metadata__", {})
@@ -135,6 +135,12 @@ class SafetensorsFile(BinaryFile):
             raise self.error(f"expected at most {MAX_TENSORS} tensors, got {len(entries)}", 8, "header")
         end = data_start = 8 + length
         tensors = {name: self._check_entry(name, entry, data_start) for name, entry in entries.items()}
+        size = max((info.offset + info.nbytes for info in tensors.values()), default=end)
+        if size > self.size:
+            cut = next(name for name, info in tensors.items() if info.offset + info.nbytes > self.size)
+            message = f"expected an end within the file's {self.size - data_start} bytes of data"
+            message += f", got {entries[cut]['data_offsets']}"
+            raise self.cut_off(size, message, 8, f"{cut}.data_offsets")
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if info.offset != end:
                 what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
@@ -164,8 +170,6 @@ class SafetensorsFile(BinaryFile):
         if end - begin != count * DTYPES[dtype].itemsize:
             expected = f"{count * DTYPES[dtype].itemsize} bytes for {dtype} {shape}"
             raise fail("data_offsets", expected, offsets)
-        if data_start + end > self.size:
-            raise fail("data_offsets", f"an end within the file's {self.size - data_start} bytes of data", offsets)
         return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
 
 

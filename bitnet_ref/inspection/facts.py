@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import BackendError, BitNetRefError, printable
 from ..families import block_steps, config_to_dict, family_of
 from ..families.rope import StretchedRope
+from ..formats.binary_file import CUT_OFF
 from ..formats.checkpoint import scale_convention
 from ..reference.config import ModelConfig
 from ..reference.layers import ACTIVATIONS
@@ -153,6 +154,11 @@ class Inspection:
     @property
     def warnings(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == "warning"]
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a file ends before what its header describes."""
+        return any(finding.message.startswith(CUT_OFF) for finding in self.findings)
 
     def report(self, severity: str, part: str, message: str, field: str | None = None) -> None:
         """Add a finding."""

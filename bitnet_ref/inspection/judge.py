@@ -99,6 +99,8 @@ def describe_tokenizer(out: Inspection, load: Callable[[], Tokenizer | None]) ->
     """Fill in `Inspection.tokenizer`, or add a finding that says why there is none."""
     try:
         tokenizer = load()
+        if tokenizer is None and out.is_cut_off and not Path(out.path).is_dir():
+            return  # it may be in what is missing
         if tokenizer is None:
             names = " (tokenizer.json, tokenizer.model)" if Path(out.path).is_dir() else ""
             out.report("warning", "tokenizer", f"there is none{names}: only token ids can go in")

@@ -134,3 +134,10 @@ def test_the_guides_minutes_and_points_are_those_of_the_plans():
         title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
         plans[title] = re.search(r"\*\*together\*\* \| (.+) \|", plan_text(notebook))[1].replace("*", "")
     assert told == plans
+
+
+def test_the_guide_names_exercises_that_there_are():
+    guide = (find_notebooks().parent / "docs" / "teaching.md").read_text(encoding="utf-8")
+    told = re.findall(r"\b(\d+[abc]?\.\w+) \(", guide)
+    assert set(told) <= EXERCISES.keys()
+    assert {name.partition(".")[0] for name in told} == {name.partition(".")[0] for name in EXERCISES}

@@ -260,3 +260,20 @@ def test_a_heading_keeps_its_own_bars():
     out = console(io.StringIO())
     out.print(make_table((">|max |d logit|", "|a > b", "c|"), [("1", "2", "3")]))
     assert out.file.getvalue().splitlines()[0].split("  ") == ["max |d logit|", "a > b", "c|"]
+
+
+def test_wrong_usage_says_what_to_write(tmp_path):
+    gguf, text = tmp_path / "engine.gguf", tmp_path / "text.txt"
+    gguf.write_bytes((DATA / "gguf" / "i2_s.gguf").read_bytes())
+    text.write_text("a text")
+    for words, code, message in (
+        (["inspect", "Once", "upon", "a time"], 2, 'Put a path with spaces in quotes: "Once upon a time"'),
+        (["list", "a", "b"], 2, "Got unexpected extra arguments (a b)"),
+        (["perplexity", text], 2, f"Is {text} the text? Write: bitnet-ref perplexity --text {text}"),
+        (["perplexity", "storychat"], 2, "Missing option '--text'. Write: bitnet-ref perplexity storychat --text FILE"),
+        (["crossval", "trace", "storyteller", gguf], 3, f"a GGUF is compared by bitnet-ref crossval llama-cpp {gguf}"),
+        (["convert", "storyteller", gguf, "--to", "gguf-tq2_0"], 2, "is there already; --force replaces it"),
+    ):
+        result = invoke(*words)
+        assert result.exit_code == code
+        assert result.stderr.rstrip().endswith(message), result.stderr

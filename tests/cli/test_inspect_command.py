@@ -59,6 +59,20 @@ def test_inspect_of_a_broken_model(tmp_path):
     assert facts["findings"][0]["severity"] == "error"
 
 
+def test_inspect_of_a_file_that_is_cut_off_and_of_no_model(tmp_path):
+    file = tmp_path / "cut.gguf"
+    whole = (DATA / "gguf" / "i2_s.gguf").read_bytes()
+    file.write_bytes(whole[:-100])
+    result = invoke("inspect", file)
+    assert result.exit_code == 3
+    assert result.stdout.splitlines()[1] == "A model of which a part is missing: a file is cut off"
+    text = " ".join(result.stdout.split())
+    assert f"the file is cut off ({len(whole) - 100:,} of {len(whole):,} bytes): download it again; " in text
+    assert "tokenizer" not in text
+    (tmp_path / "empty").mkdir()
+    assert invoke("inspect", tmp_path / "empty").stdout.splitlines()[1] == "No model that can be read"
+
+
 def test_inspect_shows_a_fault_of_many_tensors_once(tmp_path):
     tensors = {name: a for name, a in tiny_tensors(BITNET).items() if not name.endswith("weight_scale")}
     result = invoke("inspect", write_checkpoint(tmp_path / "m", BITNET, tensors))

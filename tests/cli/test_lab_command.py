@@ -58,8 +58,8 @@ def test_lab_without_jupyterlab(tmp_path, monkeypatch):
     result = invoke("lab", "--dir", tmp_path / "nb")
     assert result.exit_code == 4
     assert 'pip install "bitnet-ref[notebooks]"' in result.stderr
-    assert "copied" in result.stdout
-    assert invoke_json("lab", "--dir", tmp_path / "nb", code=4)["launched"] is False
+    assert not (tmp_path / "nb").exists()  # it is said before anything is copied
+    assert invoke_json("lab", "--dir", tmp_path / "nb", code=4)["error"]["type"] == "BackendUnavailable"
 
 
 @pytest.mark.parametrize("user", [0, 1000])

@@ -235,7 +235,7 @@ STRING = u32(8) + text("v")
 BAD = {
     # content: (bytes, part of the message, field)
     "empty": (b"", "needs bytes up to 4", "magic"),
-    "three bytes": (b"GGU", "the file has 3", "magic"),
+    "three bytes": (b"GGU", "3 of at least 4 bytes", "magic"),
     "another magic": (raw_gguf(magic=b"GGML"), "b'GGML'", "magic"),
     "version 0": (raw_gguf(version=0), "got 0", "version"),
     "version 1": (raw_gguf(version=1), "convert it again", "version"),
@@ -340,8 +340,8 @@ def test_truncated_at_every_byte(tmp_path):
     content = small_file()
     path = write(tmp_path / "x.gguf", content)
     GgufFile(path).close()
-    for _ in cut_to(path, range(len(content))):
-        with pytest.raises(FormatError):
+    for size in cut_to(path, range(len(content))):
+        with pytest.raises(FormatError, match=rf"the file is cut off \({size:,} of .*\): download it again"):
             GgufFile(path)
 
 

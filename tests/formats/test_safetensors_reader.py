@@ -99,9 +99,7 @@ def test_a_header_longer_than_any(tmp_path):
     with path.open("wb") as file:
         file.write((100_000_001).to_bytes(8, "little"))
         file.truncate(100_000_100)
-    with pytest.raises(
-        FormatError, match="header length: not a safetensors file, or a cut one: its header would have 100000001"
-    ):
+    with pytest.raises(FormatError, match="header length: not a safetensors file: its header would have 100000001"):
         SafetensorsFile(path)
 
 
@@ -247,7 +245,7 @@ def test_truncated_at_every_byte(tmp_path):
     path = tmp_path / "whole"
     SafetensorsFile(path).close()
     for _ in cut_to(path, range(path.stat().st_size)):
-        with pytest.raises(FormatError) as caught:
+        with pytest.raises(FormatError, match=r"the file is cut off \(.*\): download it again") as caught:
             SafetensorsFile(path)
         assert caught.value.path == str(path)
 

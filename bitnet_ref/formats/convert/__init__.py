@@ -279,9 +279,9 @@ def _check_destination(target: Target, path: Path, overwrite: bool) -> None:
         (not path.name.endswith(suffix), f"{target.name} is a file whose name ends in {suffix}, got {shown}"),
         (not folder.is_dir(), f"there is no folder {str(folder)!r} to write into"),
         (path.is_dir(), f"{shown} is a folder that is there already; remove it, or give another name"),
-        (path.exists() and not overwrite, f"{shown} is there already; --force (overwrite=True) replaces it"),
+        (path.exists() and not overwrite, f"{shown} is there already; overwrite=True replaces it"),
         (path.exists() and not suffix, f"{target.name} is a folder, and {shown} is a file"),
     )
     for is_wrong, message in problems:
         if is_wrong:
-            raise ConfigError(message)
+            raise ConfigError(message, mentions=["overwrite=True"])

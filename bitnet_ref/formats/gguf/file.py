@@ -185,6 +185,10 @@ def _whole_number(file: GgufFile, key: str, default: int) -> int:
     return value
 
 
+# name, type, shape, offset in the data, and the header's byte where this entry begins
+_Info = tuple[str, GgmlType, tuple[int, ...], int, int]
+
+
 class _Header:
     """Parses a header from front to back."""
 
@@ -213,13 +217,17 @@ class _Header:
     def _fail(self, message: str, field: str, offset: int | None = None) -> FormatError:
         return self.file.error(message, self.at if offset is None else offset, field)
 
+    def _too_long(self, end: int, message: str, field: str) -> FormatError:
+        """The error where the header needs bytes up to `end`: the file is cut off, or `end` is beyond any header."""
+        if end > MAX_HEADER:
+            return self._fail(f"{message}, at most {MAX_HEADER} are read", field)
+        return self.file.cut_off(end, message, self.at, field, least=True)
+
     def _need(self, count: int, field: str) -> int:
         """Make sure that `count` more bytes are in the buffer, step over them, and return where they begin."""
         start, end = self.at, self.at + count
         if end > self.limit:
-            size = self.file.size
-            limit = f"the file has {size}" if self.limit == size else f"at most {MAX_HEADER} are read"
-            raise self._fail(f"needs bytes up to {end}, {limit}", field)
+            raise self._too_long(end, f"needs bytes up to {end}", field)
         if end > len(self._buffer):
             grown = min(self.limit, max(end, 2 * len(self._buffer), 1 << 16))
             chunk = bytearray(grown - len(self._buffer))
@@ -233,9 +241,10 @@ class _Header:
 
     def _check_count(self, count: int, min_bytes: int, field: str, max_count: int | None = None) -> None:
         """Refuse a count that the rest of the file cannot hold, before anything is done that often."""
-        if count * min_bytes > self.limit - self.at:
-            left = self.limit - self.at
-            raise self._fail(f"says {count}, but at {min_bytes} bytes or more each {left} bytes are too few", field)
+        left = self.limit - self.at
+        if count * min_bytes > left:
+            message = f"says {count}, but at {min_bytes} bytes or more each {left} bytes are too few"
+            raise self._too_long(self.at + count * min_bytes, message, field)
         if max_count is not None and count > max_count:
             raise self._fail(f"says {count}, and at most {max_count} are read", field)
 
@@ -334,8 +343,7 @@ class _Header:
             raise self._fail(f"expected a uint32 that is a power of two, got {typed.type} {value!r}", field)
         return int(value)
 
-    def _tensor_info(self, index: int) -> tuple[str, GgmlType, tuple[int, ...], int, int]:
-        """name, type, shape, offset in the data, and the header's byte where this entry begins"""
+    def _tensor_info(self, index: int) -> _Info:
         start = self.at
         field = f"tensor {index}"
         name = self._string(f"{field}, name", MAX_NAME)
@@ -355,7 +363,7 @@ class _Header:
             raise self._fail(f"the offset {offset} is no multiple of the alignment {self.alignment}", name, self.at - 8)
         return name, TYPES[code], shape, offset, start
 
-    def _locate(self, infos: list[tuple[str, GgmlType, tuple[int, ...], int, int]]) -> dict[str, GgufTensor]:
+    def _locate(self, infos: list[_Info]) -> dict[str, GgufTensor]:
         """Absolute offsets and sizes. Refuses tensors that overlap or extend beyond the file."""
         data_start = -(-self.at // self.alignment) * self.alignment
         available = self.file.size - data_start
@@ -378,12 +386,22 @@ class _Header:
             nbytes = kind.nbytes(shape) if kind.known_size else ends[index] - offset
             if nbytes < 1 or offset + nbytes > available:
                 span = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
-                raise self._fail(f"{kind.name} of shape {list(shape)} would be {span}", name, entry)
+                message = f"{kind.name} of shape {list(shape)} would be {span}"
+                size = data_start + max(info[3] + _least_bytes(info, meanings) for info in infos)
+                if size > self.file.size:
+                    raise self.file.cut_off(size, message, entry, name)
+                raise self._fail(message, name, entry)
             if offset + nbytes > ends[index]:
                 message = f"{kind.name} of shape {list(shape)} overlaps the tensor after it"
                 raise self._fail(f"{message}, at byte {ends[index]} of the data", name, entry)
             tensors[name] = GgufTensor(name, kind, shape, data_start + offset, nbytes)
         return tensors
+
+
+def _least_bytes(info: _Info, meanings: dict[int, GgmlType]) -> int:
+    """The bytes of a tensor; 0 where its type does not tell."""
+    kind = meanings.get(info[1].id, info[1])
+    return kind.nbytes(info[2]) if kind.known_size else 0
 
 
 def _find_meanings(infos: Sequence[tuple[GgmlType, tuple[int, ...], int]], alignment: int) -> dict[int, GgmlType]:

@@ -162,7 +162,8 @@ class ModelShelf:
             engine.metrics.labels["model_name"] = place.name
         place.nbytes = await asyncio.to_thread(_bytes_of, engines)  # not here: a large model is finished for it
         await asyncio.to_thread(weight_hash, place.engine.model.weights)  # for fingerprints; it is kept
-        log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
+        duration_s = time.monotonic() - started
+        log.info("model %s loaded in %.1f s: %.0f MB of memory", place.name, duration_s, place.nbytes / 1e6)
 
     def _open_adapted(self, place: Place) -> Engine:
         """The engine of a model, with its adapters."""
