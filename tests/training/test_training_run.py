@@ -297,8 +297,8 @@ def test_settings_reach_the_trainer(config, tmp_path):
 
 def test_the_defaults_are_those_of_the_docs():
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    row = next(line for line in text.splitlines() if line.startswith("| `[training]`"))
-    defaults = tomllib.loads("\n".join(re.findall(r"`([^`]* = [^`]*)`", row)))
+    rows = text.split("\n| `[training]` |")[1].split("\n\n")[0]
+    defaults = tomllib.loads("\n".join(map(" = ".join, re.findall(r"^\| `(\w+)` \| `([^`]*)`", rows, re.MULTILINE))))
     settings = RunSettings(train=("a.txt",))
     values = {name: getattr(settings, name) for name in defaults}
     assert defaults == {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
