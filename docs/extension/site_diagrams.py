@@ -104,7 +104,7 @@ def draw_house():
                 parts.append(
                     f'<circle cx="{wide + 24 + j * cell}" cy="{y + 18}" r="4.5" fill="{colour}">{title}</circle>'
                 )
-    return picture(wide + 70 + len(rooms) * cell, top + len(rooms) * floor, parts, "Rooms of bitnet_ref and imports")
+    return picture(wide + 70 + len(rooms) * cell, top + len(rooms) * floor, parts, "Parts of bitnet_ref and imports")
 
 
 # -- a token's way -----------------------------------------------------------------------------------------------------
