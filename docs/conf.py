@@ -36,7 +36,7 @@ highlight_language = "text"
 html_theme = "furo"
 html_title = f"bitnet_ref {version}"
 html_favicon = "extension/favicon.svg"
-html_static_path = ["extension/site.css"]
+html_static_path = ["extension/site.css", "two_texts_narrow.svg"]
 html_css_files = ["site.css"]
 html_show_sphinx = html_show_copyright = False
 smartquotes = False  # quotes in the reference are of strings

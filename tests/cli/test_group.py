@@ -139,7 +139,7 @@ def test_exit_codes(error, code):
         (("generate", "x", "--model", "qwertz"), 3, "shipped are storychat, storyteller"),
         (("inspect", "storyteler"), 3, "did you mean storyteller? All names: bitnet-ref list"),
         (("generate", "x", "--model", DATA), 3, "there is no such file; expected config.json, a .gguf"),
-        (("crossval", "trace", "storyteller", DATA / "make_golden.py"), 3, "not a safetensors file"),
+        (("crossval", "trace", "storyteller", DATA / "make_golden.py"), 3, "not a safetensors file: its header would"),
         (("golden", DATA / "make_golden.py"), 3, ".py: is there already; remove it, or give another name"),
         (
             ("generate", "x", "--temperature", "-1"),

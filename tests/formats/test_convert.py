@@ -233,7 +233,7 @@ def test_one_of_several_conversions_wins(tmp_path):
 def test_what_is_there_is_not_replaced_unless_asked(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"mine")
-    with pytest.raises(ConfigError, match="--force"):
+    with pytest.raises(ConfigError, match="overwrite=True replaces it"):
         convert(BITNET, path, "gguf-i2_s")
     assert path.read_bytes() == b"mine"
     convert(BITNET, path, "gguf-i2_s", overwrite=True)
