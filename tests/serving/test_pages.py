@@ -96,7 +96,7 @@ def forked(tokens):
 def test_writing_to_a_shared_page_copies_it_first():
     pool, lease, child = forked(ids(*range(6)))
     assert pool.in_use == 2
-    assert child.missing(5, 6) == 1
+    assert [child.missing(start, 6) for start in (0, 4, 5)] == [2, 1, 1]
     (source, copy), *more = child.reserve(5, 6)
     assert (source, more) == (lease.pages[1], [])
     assert child.pages == [lease.pages[0], copy]
@@ -159,10 +159,12 @@ class Sequences(RuleBasedStateMachine):
         computed = max(computed, lease.adopt(tokens, computed))
         self.open[lease][1] = computed
         upto = max(computed + 1, min(upto, len(tokens)))
+        missing, pages = lease.missing(computed, upto), len(lease.pages)
         copies = lease.reserve(computed, upto)
         if copies is None:
-            assert lease.missing(computed, upto) > self.pool.available
+            assert missing > self.pool.available
             return
+        assert missing == len(copies) + len(lease.pages) - pages
         for source, target in copies:
             self.written[target] = list(self.written[source])
         for position in range(computed, upto):
