@@ -37,6 +37,10 @@ class Results(Protocol):
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
 
 
+Terms = list[tuple[Any, NDArray[np.int32] | None] | None] | None
+"""Of adapters, for each weight None or what `add_terms` takes: they read the normed x."""
+
+
 class KernelView(NamedTuple):
     """One layer of a KV cache, as the kernels take it."""
 
@@ -56,25 +60,27 @@ class CpuKernels:
     # -- ternary linears: x (N, K), quantised once per call ------------------------------------------------------------
 
     def bit_linears(
-        self, x: Floats, ws: Sequence[PanelWeight], norm: Norm | None = None
+        self, x: Floats, ws: Sequence[PanelWeight], norm: Norm | None = None, terms: Terms = None
     ) -> tuple[NDArray[np.float32], ...]:
         """rms_norm (if `norm` is given) + linears.   -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
-        self._bit_linears(x, ws, ys, norm)
+        self._bit_linears(x, ws, ys, norm, terms=terms)
         return ys
 
     def gated_linears(
-        self, x: Floats, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None
+        self, x: Floats, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None, terms: Terms = None
     ) -> NDArray[np.float32]:
         """rms_norm + linears + gated: the two products never leave the L1 cache.   -> (N, F)"""
         y = self.results.empty((len(x), gate.out_features))
-        self._bit_linears(x, (gate, up), (y,), norm, gate=GATES[activation])
+        self._bit_linears(x, (gate, up), (y,), norm, gate=GATES[activation], terms=terms)
         return y
 
-    def linear_add(self, x: Floats, w: PanelWeight, residual: Floats, norm: Norm | None) -> NDArray[np.float32]:
+    def linear_add(
+        self, x: Floats, w: PanelWeight, residual: Floats, norm: Norm | None, terms: Terms = None
+    ) -> NDArray[np.float32]:
         """rms_norm (if `norm` is given) + linear + add.   residual (N, out) -> (N, out)"""
         y = self.results.empty((len(x), w.out_features))
-        self._bit_linears(x, (w,), (y,), norm, residual=as_floats(residual))
+        self._bit_linears(x, (w,), (y,), norm, residual=as_floats(residual), terms=terms)
         return y
 
     def _bit_linears(

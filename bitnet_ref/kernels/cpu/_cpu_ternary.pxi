@@ -174,9 +174,28 @@ cdef struct linears_call:
     Py_ssize_t first[MAX_LINEARS + 1]  # first panel of each matrix
     Py_ssize_t n_out[MAX_LINEARS]
     float scales[MAX_LINEARS]
+    lora_call terms[MAX_LINEARS]  # of adapters, of which x is the normed x; factors NULL: there is none
+    Py_ssize_t term_ranks  # the sum of their max_r
     const uint8_t *strips  # rows of up after a ReLU^2 gate, or columns of the only matrix; NULL: there are none
     strip_counts *one  # of calls with one token
     strip_counts *several
+
+
+cdef inline void add_term(const linears_call *c, Py_ssize_t i, Py_ssize_t m, Py_ssize_t first, Py_ssize_t rows,
+                          float *y) noexcept nogil:
+    """Matrix i's term of token m, added to y, its result from row `first` on."""
+    if c.terms[i].factors != NULL:
+        lora_up_piece(&c.terms[i], m, first, first + rows, y)
+
+
+cdef void term_down(const linears_call *c, Py_ssize_t m, Py_ssize_t at) noexcept nogil:
+    """A x of token m, the rows from `at` on of all terms' A, LORA_ROWS of one of them."""
+    cdef Py_ssize_t i = 0
+    while at >= c.terms[i].max_r:
+        at = at - c.terms[i].max_r
+        i = i + 1
+    if at % LORA_ROWS == 0:
+        lora_down_piece(&c.terms[i], m, at)
 
 
 cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t max_tokens,
@@ -200,6 +219,7 @@ cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t 
             c.chosen.dequantize(acc + (n * tokens + m) * PANEL_ROWS, rows, c.scales[i + n], x_quant_scale[block + m],
                                 c.biases[i + n] + p * PANEL_ROWS if c.biases[i + n] != NULL else NULL,
                                 out if both == 1 else y[n])
+            add_term(c, i + n, block + m, p * PANEL_ROWS, rows, out if both == 1 else y[n])
         if both == 2:
             c.chosen.gated(y[0], y[1], rows, c.gate == SILU, out)
         if c.residual != NULL:
@@ -236,9 +256,23 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef float *x_quant_scale = <float *> allocate(M, sizeof(float))
     cdef int8_t *expanded = <int8_t *> allocate(M, x_stride) if form.expand != NULL else NULL
     cdef char *scratch = NULL
+    cdef float *place = NULL
     cdef const float *row = NULL
+    cdef linears_call own
+    cdef float *normed = NULL  # (M, K), what terms read
+    cdef float *ranks = NULL  # (M, max_r) of each term
+    if c.term_ranks:
+        normed = <float *> allocate(M * K if c.norm_weight != NULL else 1, sizeof(float))
+        ranks = <float *> allocate(M * c.term_ranks, sizeof(float))
+        own = c[0]
+        c = &own
+        part = 0
+        for item in range(MAX_LINEARS):
+            own.terms[item].x = <const float *> normed if c.norm_weight != NULL else c.x
+            own.terms[item].t = ranks + part
+            part += M * own.terms[item].max_r
     if (threads_scratch == NULL or x_q == NULL or x_sum == NULL or x_quant_scale == NULL
-            or (form.expand != NULL and expanded == NULL)):
+            or (form.expand != NULL and expanded == NULL) or (c.term_ranks and (normed == NULL or ranks == NULL))):
         bad = NO_MEMORY
     else:
         with parallel(num_threads=team):
@@ -248,7 +282,8 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                     memset(x_q + m * wide + K, 0, wide - K)
                 row = c.x + m * K
                 if c.norm_weight != NULL:
-                    row = <float *> scratch if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, <float *> scratch) else NULL
+                    place = <float *> scratch if normed == NULL else normed + m * K
+                    row = place if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, place) else NULL
                 if row == NULL or not c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
                     x_quant_scale[m] = 0  # marks a bad row: no scale is 0
                 elif form.expand != NULL:
@@ -257,6 +292,10 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
             if x_quant_scale[m] == 0:
                 bad = m
                 break
+    if bad == OK and c.term_ranks:
+        team = threads_for(M * c.term_ranks * K, FLOATS_PER_THREAD, c.threads)
+        for item in prange(M * c.term_ranks, num_threads=team, schedule="static"):
+            term_down(c, item // c.term_ranks, item % c.term_ranks)
     if bad == OK and c.strips != NULL:
         if c.gate == NO_GATE:
             done = columns_of_tokens(c, x_q, wide, x_sum, x_quant_scale, product_team)
@@ -280,15 +319,19 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     free(expanded)
     free(x_sum)
     free(x_quant_scale)
+    free(normed)
+    free(ranks)
     return bad
 
 
 def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *,
-                const float[::1] norm_weight=None, double eps=0, int gate=NO_GATE, const float[:, ::1] residual=None):
+                const float[::1] norm_weight=None, double eps=0, int gate=NO_GATE, const float[:, ::1] residual=None,
+                terms=None):
     """Several BitLinears of one x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. Threads take panels of all.
 
     norm_weight, eps: RMSNorm is applied to x first.  gate RELU2 or SILU: two weights (N, K) give one result,
     act(x ws[0]^T) * (x ws[1]^T), whose factors never leave L1.  residual (M, N): added to the only weight's result.
+    terms: for each weight (LoraFactors, choice), as `lora` takes them, or None; they read the normed x.
 
     Returns -1, or the first row that holds NaN or Inf. There is one parallel region, not one per step and matrix: for
     one token of a 2560-wide block the steps between the products took a tenth of the time. A row is normed and
@@ -318,6 +361,15 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         c.ys[i] = &y[0, 0] if M else NULL
         check_aligned(<size_t> c.ys[i])
     c.first[count] = c.n_panels
+    memset(c.terms, 0, sizeof(c.terms))
+    c.term_ranks = 0
+    for i in range(count if terms is not None else 0):
+        if terms[i] is None:
+            continue
+        place_term(&c.terms[i], terms[i][0], terms[i][1], M, c.chosen, threads)
+        if c.terms[i].max_r and (c.terms[i].K != K or c.terms[i].N != (<Panels> ws[i]).n_out):
+            raise ValueError(f"bit_linears: weight {(<Panels> ws[i]).n_out, K}, term {c.terms[i].N, c.terms[i].K}")
+        c.term_ranks += c.terms[i].max_r
     if norm_weight is not None and norm_weight.shape[0] != K:
         raise ValueError(f"bit_linears: x {M, K}, norm {norm_weight.shape[0]}")
     if residual is not None and (len(ys) != 1 or residual.shape[0] != M or residual.shape[1] != c.n_out[0]):
@@ -344,7 +396,7 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if tape is not None:
         for i in range(count):
             tape.addresses.add(<size_t> c.ys[i])
-        tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x)), (tuple(ws), norm_weight))
+        tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x)), (tuple(ws), norm_weight, terms))
     return bad
 
 

@@ -84,19 +84,19 @@ STEP_INLINE void STEP(lora_columns)(const int kind, const char *b, size_t r, siz
             two = STEP_MULADD(STEP(wide_weights)(b + j * row_bytes, n + STEP(DOUBLES), kind), v, two);
         }
         STEP(f32h) sums[2];
-        memcpy(sums, y + n, sizeof sums);
+        memcpy(sums, y + n - first, sizeof sums);
         sums[0] += STEP(narrow)(one);
         sums[1] += STEP(narrow)(two);
-        memcpy(y + n, sums, sizeof sums);
+        memcpy(y + n - first, sums, sizeof sums);
     }
     for (; n < stop; n++) {
         double sum = 0;
         for (size_t j = 0; j < r; j++) sum += STEP(wide_weight)(b + j * row_bytes, n, kind) * t[j];
-        y[n] += (float)sum;
+        y[n - first] += (float)sum;
     }
 }
 
-/* y[n] += sum over j of t[j] b[j][n], for n from `first` to `stop` - 1 */
+/* y[n - first] += sum over j of t[j] b[j][n], for n from `first` to `stop` - 1 */
 STEP_TARGET static void STEP(lora_up)(int kind, const void *b, size_t r, size_t N, size_t first, size_t stop,
                                       const float *t, float *y) {
     if (kind == 0) STEP(lora_columns)(0, b, r, N, first, stop, t, y);
