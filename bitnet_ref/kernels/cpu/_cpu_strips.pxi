@@ -82,7 +82,6 @@ cdef struct some_rows:
     int32_t *needs  # (width,) how many tokens need a row
     int32_t *ids  # (width + PANEL_ROWS,) the rows that a token needs, ascending, then those ahead
     float *gates  # (tokens, width)
-    float *terms  # (tokens, width) of an adapter on up
 
 
 cdef inline void place_rows(some_rows *r, Py_ssize_t first, Py_ssize_t last, Py_ssize_t tokens, char *memory) noexcept nogil:
@@ -96,14 +95,13 @@ cdef inline void place_rows(some_rows *r, Py_ssize_t first, Py_ssize_t last, Py_
     r.needs = r.own + width + LIST_SLACK
     r.ids = r.needs + width
     r.gates = <float *> (r.ids + width + PANEL_ROWS)
-    r.terms = r.gates + tokens * width
 
 
 cdef inline size_t bytes_of_rows(Py_ssize_t panels, Py_ssize_t tokens) noexcept nogil:
     """The memory for `place_rows`."""
     cdef some_rows r
     place_rows(&r, 0, panels, tokens, NULL)
-    return <size_t> (r.terms + tokens * r.width)
+    return <size_t> (r.gates + tokens * r.width)
 
 
 cdef inline void panel_of_tokens(const linears_call *c, const some_tokens *t, int which, Py_ssize_t p, int32_t *acc,
@@ -130,20 +128,15 @@ cdef bint rows_pay(const linears_call *c, const some_tokens *t, Py_ssize_t rows,
     return c.biases[1] == NULL and needed * 100 <= most * rows * t.tokens
 
 
-cdef inline bint make_terms(const linears_call *c, const some_tokens *t, some_rows *r) noexcept nogil:
-    """The terms of up, apart from its products. Returns whether these may be left out where the gate is zero."""
+cdef bint terms_are_small(const linears_call *c, const some_tokens *t, const some_rows *r) noexcept nogil:
+    """Whether no term of up can make a product that overflows, as `rows_pay` asks of up itself."""
     cdef Py_ssize_t m, i
     cdef bint small = True
-    cdef float *term
-    if c.terms[1].factors == NULL:
-        return True
-    for m in range(t.tokens):
-        term = r.terms + m * r.width
+    cdef const float *term
+    for m in range(t.tokens if c.terms[1].factors != NULL else 0):
+        term = c.terms[1].y + (t.first + m) * c.n_out[1] + r.start
         for i in range(r.rows):
-            term[i] = -0.0  # whose sum with a number is that number
-        add_term(c, 1, t.first + m, r.start, r.rows, term)
-        for i in range(r.rows):
-            small &= -1e38 < term[i] < 1e38
+            small &= (term[i] < 1e38) & (term[i] > -1e38)
     return small
 
 
@@ -166,7 +159,7 @@ cdef void gated_rows(const linears_call *c, const some_tokens *t, some_rows *r, 
         listed += r.needs[i] > 0
         needed += r.needs[i]
     counts.needed += needed
-    if rows_pay(c, t, r.rows, needed) and make_terms(c, t, r):
+    if rows_pay(c, t, r.rows, needed) and terms_are_small(c, t, r):
         counts.read += needed
         for i in range(ahead):
             r.ids[listed + i] = <int32_t> (r.start + r.rows + i)
@@ -208,9 +201,8 @@ cdef void up_by_strips(const linears_call *c, const some_tokens *t, const some_r
             multiply(c.strips, n_vectors, t.x + m * t.x_stride, t.x_sum[m], r.own, count, r.acc, r.ids + i,
                      g + some + next_rows * (m + 1) // t.tokens - i)
             c.chosen.dequantize(r.acc, count, c.scales[1], t.x_quant_scale[m], NULL, r.up)
-            if c.terms[1].factors != NULL:
-                for i in range(count):
-                    r.up[i] += r.terms[m * r.width + r.own[i] - r.start]
+            for i in range(count if c.terms[1].factors != NULL else 0):
+                r.up[i] += c.terms[1].y[(t.first + m) * c.n_out[1] + r.own[i]]
             c.chosen.gated(r.present, r.up, count, 0, r.up)
             for i in range(count):
                 out[r.own[i]] = r.up[i]
