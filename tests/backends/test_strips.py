@@ -13,6 +13,7 @@ from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.backends.cpu.weights import PanelWeight
 from bitnet_ref.benchmark.models import measure_model
 from bitnet_ref.errors import BackendUnavailable, NumericsError
+from bitnet_ref.families.lora import LoraTerm, SelectedLinear
 from bitnet_ref.reference.weights import TernaryLinear, TernaryWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -119,6 +120,45 @@ def test_a_product_that_overflows_beside_a_gate_of_zero_is_still_an_error():
         for be, w in both(layer, config, SETS[-1], 1):
             with pytest.raises(NumericsError), np.errstate(all="ignore"):
                 be.feed_forward(x, w, config)
+
+
+def put_terms(layer, choice, seed, size=0.1):
+    """The layer with two terms on gate and up and one on down; each row of `choice` takes one of them or none."""
+    dice = rng(seed)
+
+    def term(w, rank):
+        a, b = (dice.standard_normal(shape, dtype=np.float32) for shape in ((rank, w.shape[1]), (w.shape[0], rank)))
+        return LoraTerm(a, b, size).put_on(w)
+
+    own = {name: term(w, 5) for name, w in layer.linears() if name in ("gate_proj", "up_proj", "down_proj")}
+    if choice is not None:
+        for name, w in own.items():
+            other = None if name == "down_proj" else term(w.linear, 3)
+            own[name] = SelectedLinear(w.linear, (w, other), choice)
+    return replace(layer, **own)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("simd", SETS)
+def test_terms_of_adapters_are_added_to_what_is_not_skipped(simd):
+    config = model("storyteller", "numpy").config
+    for density, tokens, threads in ((0.1, 1, 1), (0.6, 1, 2), (0.1, 3, 2), (0.2, 16, 3), (1, 40, 1)):
+        for choice in (None, rng(tokens).integers(-1, 2, tokens).astype(np.int32)):
+            layer, x = feed_forward_layer(70, 333, density, seed=tokens, sub_norm=threads > 1, tokens=tokens)
+            expected = Backend("float32", 1).feed_forward(x, put_terms(layer, choice, 1), config)
+            for be, w in both(layer, config, simd, threads):
+                w = put_terms(w, choice, 1)
+                np.testing.assert_array_equal(be.feed_forward(x, w, config), expected)
+                np.testing.assert_array_equal(be.op_by_op().feed_forward(x, w, config), expected)
+
+
+def test_a_term_that_overflows_beside_a_gate_of_zero_is_still_an_error():
+    config = model("storyteller", "numpy").config
+    layer, x = feed_forward_layer(64, 128, 0.1, seed=3)
+    for be, w in both(layer, config, SETS[-1], 1):
+        w = replace(w, up_proj=put_terms(w, None, 1, size=1e38).up_proj)
+        with pytest.raises(NumericsError), np.errstate(all="ignore"):
+            be.feed_forward(x, w, config)
 
 
 def test_nan_is_an_error():

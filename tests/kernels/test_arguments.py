@@ -89,6 +89,8 @@ def good_calls():
         "bit_linears": {
             "x": floats(M, K), "ws": [_cpu.Panels(**weight)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
             "norm_weight": floats(K), "eps": 1e-5, "gate": 0, "residual": floats(M, N), **run,
+            "terms": [(_cpu.LoraFactors(pairs), np.array([0, 2, -1], dtype=np.int32), floats(M, 5), floats(M, N))],
+            "normed": floats(M, K),
         },
         "dequantize": {
             "acc": np.ones((M, N), np.int32), "w_dequant_scale": 1.0, "x_quant_scale": 2 + floats(M, 1),
@@ -236,7 +238,7 @@ FREE_SIZES = {
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
     "facts", "lower", "upper", "tokens", "states", "dx", "d_weight", "scores", "pattern", "d_scores",
-    "d_gate", "d_up", "t",
+    "d_gate", "d_up", "t", "normed",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",

@@ -33,7 +33,7 @@ from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.layers import Floats
-from ...reference.model import BlockPlace, RopeTables, attention_result, final_hidden, split_heads
+from ...reference.model import BlockPlace, RopeTables, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
     DenseWeight,
@@ -58,7 +58,7 @@ from .extension import (
     layouts_for,
     simd_variants,
 )
-from .kernels import GATES, CpuKernels, as_floats
+from .kernels import GATES, CpuKernels, Terms, as_floats
 from .memory import Buffers, HugePages
 from .replay import MAX_TOKENS, KernelBackend, KernelKVCache, RopeRows, view_layer
 from .weights import (
@@ -280,22 +280,16 @@ class CythonBackend(KernelBackend):
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def attention_block(self, x: Floats, w: LayerWeights, cfg: ModelConfig, at: BlockPlace) -> Floats:
-        adapted = w.q_proj, w.k_proj, w.v_proj
-        ws = self._fusable(w.attention_text, *adapted, w.o_proj)
+        ws = self._fusable(w.attention_text, w.q_proj, w.k_proj, w.v_proj, w.o_proj)
         if ws is None or not isinstance(at.cache, KernelKVCache):
             return super().attention_block(x, w, cfg, at)
         *qkv, o_proj = ws
-        if any(isinstance(each, OnLinear) for each in adapted):  # whose terms read the norm's result too
-            ys = self.linears(self.rms_norm(x, w.attn_norm), adapted)
-        else:
-            ys = self.kernels.bit_linears(x, qkv, w.attn_norm)
+        ys = self.kernels.bit_linears(x, qkv, w.attn_norm, _terms(w.q_proj, w.k_proj, w.v_proj))
         q, k, v = split_heads(cfg, *ys)  # (N, H, d), (N, G, d), (N, G, d)
         self._append(at.cache, at.layer, at.batch, k, v, at.rope)
         z = self._attend(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer), at.rope)  # (N, H, d)
-        if isinstance(w.o_proj, OnLinear):
-            return self.add(x, attention_result(self, z, w))  # (N, D)
         z = z.reshape(len(x), o_proj.in_features)  # (N, H*d)
-        return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm)  # (N, D)
+        return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm, _terms(w.o_proj))  # (N, D)
 
     def feed_forward(self, x: Floats, w: LayerWeights, cfg: ModelConfig) -> Floats:
         if isinstance(w, MoeLayer) and isinstance(cfg, MoeConfig):
@@ -304,15 +298,9 @@ class CythonBackend(KernelBackend):
         if ws is None or cfg.activation not in GATES:
             return super().feed_forward(x, w, cfg)
         gate, up, down = ws
-        if any(isinstance(each, OnLinear) for each in (w.gate_proj, w.up_proj)):
-            y_gate, y_up = self.linears(self.rms_norm(x, w.ffn_norm), (w.gate_proj, w.up_proj))
-            h = self.gated(y_gate, y_up, cfg.activation)  # (N, F)
-        else:
-            h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
-        if isinstance(w.down_proj, OnLinear):
-            h = h if w.ffn_sub_norm is None else self.rms_norm(h, w.ffn_sub_norm)
-            return self.add(x, self.linear(h, w.down_proj))  # (N, D)
-        return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
+        terms = _terms(w.gate_proj, w.up_proj)
+        h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm, terms)  # (N, F)
+        return self.kernels.linear_add(h, down, x, w.ffn_sub_norm, _terms(w.down_proj))  # (N, D)
 
     def _mixture(self, x: Floats, w: MoeLayer, cfg: MoeConfig) -> Floats:
         """The feed-forward of a mixture. All after the router in one call, if the experts have kernels for it."""
@@ -502,11 +490,7 @@ class CythonBackend(KernelBackend):
 
     def _add_term(self, x: Floats, y: Floats, w: OnLinear) -> None:
         """Add an adapted linear's term to the linear's result, in place.   x (N, K), y (N, out)"""
-        factors = w.__dict__.get("_factors")
-        if factors is None:  # made once for a weight, which is frozen
-            pairs = [None if each is None else (_factor(each.a), _factor(each.b, by_columns=True)) for each in w.terms]
-            factors = w.__dict__["_factors"] = _cpu.LoraFactors(pairs)
-        self.kernels.add_terms(x, y, factors, w.choice)
+        self.kernels.add_terms(x, y, *_term(w))
 
     def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
         """A matrix in blocks in panels; one in 16 bits as it is."""
@@ -598,6 +582,21 @@ class CythonBackend(KernelBackend):
         "normed": _normed_linears,
         "ruled": _ruled_linears,
     }
+
+
+def _term(w: OnLinear) -> tuple[Any, NDArray[np.int32] | None]:
+    """The factors of an adapted linear, as an object of the extension, and each token's choice."""
+    factors = w.__dict__.get("_factors")
+    if factors is None:  # made once for a weight, which is frozen
+        pairs = [None if each is None else (_factor(each.a), _factor(each.b, by_columns=True)) for each in w.terms]
+        factors = w.__dict__["_factors"] = _cpu.LoraFactors(pairs)
+    return factors, w.choice
+
+
+def _terms(*ws: LinearWeight) -> Terms:
+    if not any(isinstance(w, OnLinear) for w in ws):
+        return None
+    return [_term(w) if isinstance(w, OnLinear) else None for w in ws]
 
 
 def _factor(w: LinearWeight, by_columns: bool = False) -> NDArray[Any]:

@@ -37,6 +37,10 @@ class Results(Protocol):
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
 
 
+Terms = list[tuple[Any, NDArray[np.int32] | None] | None] | None
+"""Of adapters, for each weight None or what `add_terms` takes: they read the normed x."""
+
+
 class KernelView(NamedTuple):
     """One layer of a KV cache, as the kernels take it."""
 
@@ -56,36 +60,51 @@ class CpuKernels:
     # -- ternary linears: x (N, K), quantised once per call ------------------------------------------------------------
 
     def bit_linears(
-        self, x: Floats, ws: Sequence[PanelWeight], norm: Norm | None = None
+        self, x: Floats, ws: Sequence[PanelWeight], norm: Norm | None = None, terms: Terms = None
     ) -> tuple[NDArray[np.float32], ...]:
         """rms_norm (if `norm` is given) + linears.   -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
-        self._bit_linears(x, ws, ys, norm)
+        self._bit_linears(x, ws, ys, norm, terms)
         return ys
 
     def gated_linears(
-        self, x: Floats, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None
+        self, x: Floats, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None, terms: Terms = None
     ) -> NDArray[np.float32]:
         """rms_norm + linears + gated: the two products never leave the L1 cache.   -> (N, F)"""
         y = self.results.empty((len(x), gate.out_features))
-        self._bit_linears(x, (gate, up), (y,), norm, gate=GATES[activation])
+        self._bit_linears(x, (gate, up), (y,), norm, terms, gate=GATES[activation])
         return y
 
-    def linear_add(self, x: Floats, w: PanelWeight, residual: Floats, norm: Norm | None) -> NDArray[np.float32]:
+    def linear_add(
+        self, x: Floats, w: PanelWeight, residual: Floats, norm: Norm | None, terms: Terms = None
+    ) -> NDArray[np.float32]:
         """rms_norm (if `norm` is given) + linear + add.   residual (N, out) -> (N, out)"""
         y = self.results.empty((len(x), w.out_features))
-        self._bit_linears(x, (w,), (y,), norm, residual=as_floats(residual))
+        self._bit_linears(x, (w,), (y,), norm, terms, residual=as_floats(residual))
         return y
 
     def _bit_linears(
-        self, x: Floats, ws: Sequence[PanelWeight], ys: tuple[NDArray[np.float32], ...], norm: Norm | None, **fused: Any
+        self,
+        x: Floats,
+        ws: Sequence[PanelWeight],
+        ys: tuple[NDArray[np.float32], ...],
+        norm: Norm | None,
+        terms: Terms,
+        **fused: Any,
     ) -> None:
         views = [w.kernel_view for w in ws]
         if norm is not None:
             fused |= {"norm_weight": norm.weight, "eps": norm.eps}
+        if terms is not None:
+            fused["terms"] = [each and self._room_for(len(x), *each) for each in terms]
+            fused["normed"] = None if norm is None else self.results.empty(x.shape)
         row = _cpu.bit_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
         if row >= 0:
             raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
+
+    def _room_for(self, tokens: int, factors: Any, choice: NDArray[np.int32] | None) -> tuple[Any, ...]:
+        """A term with the arrays for A x (N, max_r) and B (A x) (N, out)"""
+        return factors, choice, *(self.results.empty((tokens, size)) for size in (factors.max_r, factors.N))
 
     def group_linears(self, x: Floats, ws: Sequence[GroupPanelWeight]) -> tuple[NDArray[np.float32], ...]:
         """Linears by groups and their biases, of weights with the same `input_key`.   -> (N, out) for each"""

@@ -312,6 +312,7 @@ def peak_multiply_adds(Py_ssize_t kernels, Py_ssize_t rounds, int threads):
     return done * rounds
 
 
+include "_cpu_lora.pxi"
 include "_cpu_strips.pxi"
 include "_cpu_ternary.pxi"
 include "_cpu_rows.pxi"
@@ -321,5 +322,4 @@ include "_cpu_greedy.pxi"
 include "_cpu_group.pxi"
 include "_cpu_ruled.pxi"
 include "_cpu_experts.pxi"
-include "_cpu_lora.pxi"
 include "_cpu_training.pxi"

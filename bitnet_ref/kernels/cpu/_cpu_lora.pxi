@@ -14,6 +14,7 @@ cdef struct lora_call:
     const float *x
     float *y
     float *t  # (M, max_r)
+    bint alone  # y gets the term alone
     const int32_t *choice  # (M,) which factors are each token's, or -1; NULL: the first are everyone's
     const lora_factors *factors
     Py_ssize_t M, K, N, max_r
@@ -89,18 +90,19 @@ cdef void lora_down_piece(const lora_call *c, Py_ssize_t m, Py_ssize_t first) no
 
 cdef void lora_up_piece(const lora_call *c, Py_ssize_t m, Py_ssize_t first) noexcept nogil:
     cdef const lora_factors *f = factors_of(c, m)
+    cdef Py_ssize_t n, stop = min(first + LORA_COLUMNS, c.N)
+    if c.alone:
+        for n in range(first, stop):
+            c.y[m * c.N + n] = -0.0  # whose sum with a number is that number
     if f != NULL:
-        c.chosen.lora_up(f.b_kind, f.b, f.r, c.N, first, min(first + LORA_COLUMNS, c.N), c.t + m * c.max_r,
-                         c.y + m * c.N)
+        c.chosen.lora_up(f.b_kind, f.b, f.r, c.N, first, stop, c.t + m * c.max_r, c.y + m * c.N)
 
 
-def lora(const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors factors, int threads,
-         Py_ssize_t kernels, Tape tape=None, *, const int32_t[::1] choice=None):
-    """y (M, N) += B (A x) of each token's factors, x (M, K). choice (M,): which, or -1; None: the first are everyone's.
-    t (M, max_r) is overwritten."""
-    cdef lora_call c
+cdef int place_term(lora_call *c, const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors factors,
+                     const int32_t[::1] choice, int threads, Py_ssize_t kernels, bint alone) except -1:
+    """A call from the arguments of `lora`; its factors are NULL if there is nothing to compute."""
     cdef Py_ssize_t i
-    c.M, c.K, c.N, c.max_r = x.shape[0], factors.K, factors.N, factors.max_r
+    c.M, c.K, c.N, c.max_r, c.alone, c.factors = x.shape[0], factors.K, factors.N, factors.max_r, alone, NULL
     if (x.shape[1] != c.K or y.shape[0] != c.M or y.shape[1] != c.N or t.shape[0] != c.M or t.shape[1] != c.max_r
             or factors.count == 0 or (choice is not None and choice.shape[0] != c.M)):
         raise ValueError(f"lora: x {c.M, x.shape[1]}, y {y.shape[0], y.shape[1]}, factors {c.N, c.K}")
@@ -110,12 +112,23 @@ def lora(const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors fa
         if choice[i] >= factors.count:
             raise ValueError(f"lora: token {i} takes factors {choice[i]} of {factors.count}")
     if c.M == 0 or c.max_r == 0:
-        return
+        return 0
     c.x, c.y, c.t, c.choice = &x[0, 0], &y[0, 0], &t[0, 0], NULL
     if choice is not None:
         c.choice = &choice[0]
     c.factors, c.chosen, c.threads = factors.factors, check_set(kernels, threads), threads
     check_aligned(<size_t> c.x | <size_t> c.y | <size_t> c.t)
+    return 0
+
+
+def lora(const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors factors, int threads,
+         Py_ssize_t kernels, Tape tape=None, *, const int32_t[::1] choice=None):
+    """y (M, N) += B (A x) of each token's factors, x (M, K). choice (M,): which, or -1; None: the first are everyone's.
+    t (M, max_r) is overwritten."""
+    cdef lora_call c
+    place_term(&c, x, y, t, factors, choice, threads, kernels, False)
+    if c.factors == NULL:
+        return
     with nogil:
         run_lora(&c)
     if tape is not None:

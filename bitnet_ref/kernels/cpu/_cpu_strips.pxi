@@ -113,6 +113,7 @@ cdef inline void panel_of_tokens(const linears_call *c, const some_tokens *t, in
     for m in range(t.tokens):
         c.chosen.dequantize(acc + m * PANEL_ROWS, rows, c.scales[which], t.x_quant_scale[m],
                             c.biases[which] + p * PANEL_ROWS if c.biases[which] != NULL else NULL, y + m * y_stride)
+        add_term(c, which, t.first + m, p * PANEL_ROWS, rows, y + m * y_stride)
 
 
 cdef bint rows_pay(const linears_call *c, const some_tokens *t, Py_ssize_t rows, Py_ssize_t needed) noexcept nogil:
@@ -125,6 +126,18 @@ cdef bint rows_pay(const linears_call *c, const some_tokens *t, Py_ssize_t rows,
         if not c.scales[1] / t.x_quant_scale[m] * 256.0 * c.K < 1e38:
             return False
     return c.biases[1] == NULL and needed * 100 <= most * rows * t.tokens
+
+
+cdef bint terms_are_small(const linears_call *c, const some_tokens *t, const some_rows *r) noexcept nogil:
+    """Whether no term of up can make a product that overflows, as `rows_pay` asks of up itself."""
+    cdef Py_ssize_t m, i
+    cdef bint small = True
+    cdef const float *term
+    for m in range(t.tokens if c.terms[1].factors != NULL else 0):
+        term = c.terms[1].y + (t.first + m) * c.n_out[1] + r.start
+        for i in range(r.rows):
+            small &= (term[i] < 1e38) & (term[i] > -1e38)
+    return small
 
 
 cdef void gated_rows(const linears_call *c, const some_tokens *t, some_rows *r, Py_ssize_t ahead,
@@ -146,7 +159,7 @@ cdef void gated_rows(const linears_call *c, const some_tokens *t, some_rows *r, 
         listed += r.needs[i] > 0
         needed += r.needs[i]
     counts.needed += needed
-    if rows_pay(c, t, r.rows, needed):
+    if rows_pay(c, t, r.rows, needed) and terms_are_small(c, t, r):
         counts.read += needed
         for i in range(ahead):
             r.ids[listed + i] = <int32_t> (r.start + r.rows + i)
@@ -188,6 +201,8 @@ cdef void up_by_strips(const linears_call *c, const some_tokens *t, const some_r
             multiply(c.strips, n_vectors, t.x + m * t.x_stride, t.x_sum[m], r.own, count, r.acc, r.ids + i,
                      g + some + next_rows * (m + 1) // t.tokens - i)
             c.chosen.dequantize(r.acc, count, c.scales[1], t.x_quant_scale[m], NULL, r.up)
+            for i in range(count if c.terms[1].factors != NULL else 0):
+                r.up[i] += c.terms[1].y[(t.first + m) * c.n_out[1] + r.own[i]]
             c.chosen.gated(r.present, r.up, count, 0, r.up)
             for i in range(count):
                 out[r.own[i]] = r.up[i]
@@ -264,6 +279,7 @@ cdef inline void finish_columns(const linears_call *c, Py_ssize_t m, int32_t x_s
     for i in range(rows):
         acc[i] -= x_sum
     c.chosen.dequantize(acc, rows, c.scales[0], x_quant_scale, c.biases[0] + start if c.biases[0] != NULL else NULL, out)
+    add_term(c, 0, m, start, rows, out)
     if c.residual != NULL:
         add_arrays(c.residual + m * N + start, out, rows, out)
 

@@ -174,9 +174,18 @@ cdef struct linears_call:
     Py_ssize_t first[MAX_LINEARS + 1]  # first panel of each matrix
     Py_ssize_t n_out[MAX_LINEARS]
     float scales[MAX_LINEARS]
+    lora_call terms[MAX_LINEARS]  # of adapters; factors NULL: there is none
+    float *normed  # (M, K), what terms read, or NULL
     const uint8_t *strips  # rows of up after a ReLU^2 gate, or columns of the only matrix; NULL: there are none
     strip_counts *one  # of calls with one token
     strip_counts *several
+
+
+cdef inline void add_term(const linears_call *c, Py_ssize_t i, Py_ssize_t m, Py_ssize_t first, Py_ssize_t rows,
+                          float *y) noexcept nogil:
+    """Adds matrix i's term of token m, if there is one, to y, its result from row `first` on."""
+    if c.terms[i].factors != NULL:
+        add_arrays(y, c.terms[i].y + m * c.n_out[i] + first, rows, y)
 
 
 cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t max_tokens,
@@ -200,6 +209,7 @@ cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t 
             c.chosen.dequantize(acc + (n * tokens + m) * PANEL_ROWS, rows, c.scales[i + n], x_quant_scale[block + m],
                                 c.biases[i + n] + p * PANEL_ROWS if c.biases[i + n] != NULL else NULL,
                                 out if both == 1 else y[n])
+            add_term(c, i + n, block + m, p * PANEL_ROWS, rows, out if both == 1 else y[n])
         if both == 2:
             c.chosen.gated(y[0], y[1], rows, c.gate == SILU, out)
         if c.residual != NULL:
@@ -237,6 +247,7 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef int8_t *expanded = <int8_t *> allocate(M, x_stride) if form.expand != NULL else NULL
     cdef char *scratch = NULL
     cdef const float *row = NULL
+    cdef float *place = NULL
     if (threads_scratch == NULL or x_q == NULL or x_sum == NULL or x_quant_scale == NULL
             or (form.expand != NULL and expanded == NULL)):
         bad = NO_MEMORY
@@ -248,7 +259,8 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                     memset(x_q + m * wide + K, 0, wide - K)
                 row = c.x + m * K
                 if c.norm_weight != NULL:
-                    row = <float *> scratch if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, <float *> scratch) else NULL
+                    place = <float *> scratch if c.normed == NULL else c.normed + m * K
+                    row = place if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, place) else NULL
                 if row == NULL or not c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
                     x_quant_scale[m] = 0  # marks a bad row: no scale is 0
                 elif form.expand != NULL:
@@ -257,6 +269,9 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
             if x_quant_scale[m] == 0:
                 bad = m
                 break
+    for item in range(MAX_LINEARS if bad == OK else 0):
+        if c.terms[item].factors != NULL:
+            run_lora(&c.terms[item])
     if bad == OK and c.strips != NULL:
         if c.gate == NO_GATE:
             done = columns_of_tokens(c, x_q, wide, x_sum, x_quant_scale, product_team)
@@ -284,11 +299,14 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
 
 
 def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *,
-                const float[::1] norm_weight=None, double eps=0, int gate=NO_GATE, const float[:, ::1] residual=None):
+                const float[::1] norm_weight=None, double eps=0, int gate=NO_GATE, const float[:, ::1] residual=None,
+                list terms=None, float[:, ::1] normed=None):
     """Several BitLinears of one x (M, K), quantised once: ys[i] (M, N_i) = x ws[i]^T. Threads take panels of all.
 
     norm_weight, eps: RMSNorm is applied to x first.  gate RELU2 or SILU: two weights (N, K) give one result,
     act(x ws[0]^T) * (x ws[1]^T), whose factors never leave L1.  residual (M, N): added to the only weight's result.
+    terms: for each weight None, or (factors, choice, t (M, max_r), term (M, N)), see `lora`; t and term are overwritten.
+    normed (M, K): is overwritten with the normed x, which terms read.
 
     Returns -1, or the first row that holds NaN or Inf. There is one parallel region, not one per step and matrix: for
     one token of a 2560-wide block the steps between the products took a tenth of the time. A row is normed and
@@ -298,6 +316,7 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     cdef linears_call c
     cdef Panels w
     cdef float[:, ::1] y
+    cdef const float[:, ::1] read  # by terms
     c.M, c.K, c.threads, c.n_panels, c.n_bytes, c.gate = M, K, threads, 0, 0, gate
     c.chosen = check_set(kernels, threads)
     for weight in ws:
@@ -320,6 +339,22 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     c.first[count] = c.n_panels
     if norm_weight is not None and norm_weight.shape[0] != K:
         raise ValueError(f"bit_linears: x {M, K}, norm {norm_weight.shape[0]}")
+    c.normed = NULL
+    memset(c.terms, 0, sizeof(c.terms))
+    if terms is not None:
+        read = x if norm_weight is None else normed
+        if len(terms) != count or read is None or read.shape[0] != M or read.shape[1] != K:
+            raise ValueError(f"bit_linears: x {M, K}, {count} weights, {len(terms)} terms, or no normed {M, K}")
+        if norm_weight is not None and M:
+            c.normed = &normed[0, 0]
+            check_aligned(<size_t> c.normed)
+        for i in range(count):
+            if terms[i] is None:
+                continue
+            factors, choice, t, term = terms[i]
+            place_term(&c.terms[i], read, term, t, factors, choice, threads, kernels, True)
+            if (c.terms[i].M, c.terms[i].K, c.terms[i].N) != (M, K, c.n_out[i]):
+                raise ValueError(f"bit_linears: x {M, K}, weight {c.n_out[i], K}, a term of {c.terms[i].N, c.terms[i].K}")
     if residual is not None and (len(ys) != 1 or residual.shape[0] != M or residual.shape[1] != c.n_out[0]):
         raise ValueError(f"bit_linears: {len(ys)} results {M, c.n_out[0]}, residual {residual.shape[0], residual.shape[1]}")
     if M == 0 or count == 0:
@@ -344,7 +379,11 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if tape is not None:
         for i in range(count):
             tape.addresses.add(<size_t> c.ys[i])
-        tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x)), (tuple(ws), norm_weight))
+            if c.terms[i].factors != NULL:
+                tape.addresses.add(<size_t> c.terms[i].y)
+                tape.addresses.add(<size_t> c.terms[i].t)
+        tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x), <size_t> c.normed or <size_t> c.x),
+                    (tuple(ws), norm_weight, terms))
     return bad
 
 
