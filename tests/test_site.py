@@ -323,6 +323,20 @@ def test_cells_that_only_import_have_no_slide():
     assert "import" not in part[2]
 
 
+def test_no_slide_is_code_without_a_word():
+    site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
+    text = {"cell_type": "markdown", "source": ["# Title\n\nA first text.\n\n", "Then *this* sentence."]}
+    code = [
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": [f"import a\n{'b = 1;' * 9}\n" * lines]}
+        for lines in (6, 12, 12)
+    ]
+    ((*pages,),) = site_slides.slides_of({"cells": [text, *code]})
+    assert len(pages) > 2
+    for page in pages:
+        assert page[0].text or 'class="caption"' in page[0].html
+    assert not any("import" in part.html for page in pages for part in page)
+
+
 def test_tables_that_notebooks_print_are_tables_on_the_site():
     """myst-nb reads Markdown of outputs as CommonMark, which has no tables, unless it is told otherwise."""
     outputs = [path for path in (ROOT / "notebooks").glob("*.ipynb") if "|---|" in path.read_text(encoding="utf-8")]

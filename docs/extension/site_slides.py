@@ -3,16 +3,19 @@
     python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
 
 A heading begins a slide, and what does not fit on it goes on below. A figure has a slide of its own, with a
-sentence at most. Cells that only import or assert, and the code of figures, are left out; a long source scrolls.
+sentence at most. Imports, cells that only assert, and the code of figures are left out; a long source scrolls.
 Without npm the site has no slides, and the build says so.
 """
 
+import ast
 import json
 import os
+import re
 import shutil
 import sys
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
@@ -28,7 +31,7 @@ FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
 FEW = 4  # lines that do not fill a slide: what follows joins them, and is made smaller or scrolls
-LEFT_OUT = ("assert ", "show(", "import ", "from ", "%", "#", ")", "    ")  # a cell of such lines alone has no slide
+LEFT_OUT = ("assert ", "show(", "%", "#", ")", "    ")  # a cell of such lines alone has no slide
 MARKDOWN = (
     MarkdownIt("commonmark")
     .enable("table")
@@ -63,48 +66,105 @@ INDEX = """<!doctype html>
 """
 
 
+class Part(NamedTuple):
+    """Something that is shown. text: Markdown; empty for code and outputs."""
+
+    begins: bool  # a slide
+    height: float  # in lines
+    html: str
+    text: str = ""
+
+    @property
+    def is_figure(self):
+        return 'class="figure"' in self.html
+
+
 def slides_of(notebook):
-    """Slides, each a list of pages that follow downwards; a page is a list of HTML."""
-    slides, room = [], 0
-    for begins, height, html in parts_of(notebook):
-        if begins:
+    """Slides, each a list of pages that follow downwards; a page is a list of parts.
+
+    Code that has no room takes the text before it to its page. Where that has no room either, or begins the slide, its
+    last sentence stands there again; where there is none, the slide's heading.
+    """
+    slides, room, heading = [], 0, ""
+    for part in parts_of(notebook):
+        if part.begins:
             slides.append([[]])
-            room = LINES
-        elif height > room and (room < LINES - FEW or has_figure(slides[-1][-1])):
-            slides[-1].append([])
-            room = LINES
-        slides[-1][-1].append(html)
-        room -= height
+            room, heading = LINES, part.text.partition("\n")[0].lstrip("# ")
+        elif not has_room(slides[-1][-1], part, room):
+            before, page = slides[-1][-1], []
+            if not part.text and not part.is_figure:
+                is_free = len(before) > 1 and before[-1].text
+                if is_free and before[-1].height + min(part.height, LINES - FEW) <= LINES:
+                    page = [before.pop()]
+                else:
+                    page = [caption(last_sentence(before[-1].text) or heading)]
+            slides[-1].append(page)
+            room = LINES - sum(each.height for each in page)
+        slides[-1][-1].append(part)
+        room -= part.height
     return slides
 
 
-def has_figure(page):
-    return any('class="figure"' in html for html in page)
+def has_room(page, part, room):
+    """Whether a part goes on a page. One that is nearly full takes only what fits, or a line of output."""
+    if part.height <= room:
+        return True
+    if any(each.is_figure for each in page):
+        return False
+    return room >= LINES - FEW or (not part.text and part.height < 2)
+
+
+def caption(text):
+    return Part(False, 1, f'<div class="caption">{MARKDOWN.render(text)}</div>')
+
+
+def last_sentence(text):
+    """The last sentence of a text; empty where it ends in a table, a list or a formula.
+
+    >>> last_sentence("One. Now *two*:")
+    'Now *two*:'
+    """
+    lines = text.strip().rpartition("\n\n")[2].split("\n")
+    is_plain = not any(line.startswith(("|", "-", "$$", "#", "  ")) for line in lines)
+    return re.split(r"(?<=[.?!]) (?=\W*[A-Z])", " ".join(lines))[-1] if is_plain else ""
 
 
 def parts_of(notebook):
-    """(whether it begins a slide, its lines, HTML) of what is shown of the cells."""
+    """What is shown of the cells: a `Part` for each paragraph, cell of code and output."""
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            for paragraph in paragraphs(source):
-                begins = paragraph.startswith("#")
-                yield (
-                    begins,
-                    1 + len(paragraph) / LETTERS + paragraph.count("\n- ") + begins,
-                    MARKDOWN.render(paragraph),
-                )
+            for text in paragraphs(source):
+                begins = text.startswith("#")
+                height = 1 + len(text) / LETTERS + text.count("\n- ") + begins
+                yield Part(begins, height, MARKDOWN.render(text), text)
             continue
         hidden = cell["metadata"].get("jupyter", {}).get("source_hidden")
-        lines = [line for line in source.splitlines() if line.strip() and not line.startswith(LEFT_OUT)]
+        code = without_imports(source)
+        lines = [line for line in code.splitlines() if line.strip() and not line.startswith(LEFT_OUT)]
         if lines and not hidden:
-            yield (
-                False,
-                1 + 0.75 * (source.count("\n") + 1),
-                highlight(source, PythonLexer(), HtmlFormatter(nowrap=False)),
-            )
+            height = 1 + 0.75 * (code.count("\n") + 1)
+            yield Part(False, height, highlight(code, PythonLexer(), HtmlFormatter(nowrap=False)))
         for output in cell["outputs"]:
             yield from shown_output(output)
+
+
+def without_imports(source):
+    """The code of a cell without its imports, where Python can read it.
+
+    >>> without_imports("import os\\n\\nx = 1")
+    'x = 1'
+    """
+    lines = source.splitlines()
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:  # a line for IPython
+        return source
+    for each in statements:
+        if isinstance(each, ast.Import | ast.ImportFrom):
+            lines[each.lineno - 1 : each.end_lineno] = [None] * (each.end_lineno - each.lineno + 1)
+    kept = "\n".join(line for line in lines if line is not None)
+    return re.sub(r"\n\n\n+", "\n\n", kept).strip("\n")
 
 
 def paragraphs(source):
@@ -116,17 +176,17 @@ def paragraphs(source):
 
 
 def shown_output(output):
-    """(False, lines, HTML) of a picture, a table or a text."""
+    """The `Part` of a picture, a table or a text."""
     data = output.get("data", {})
     if "image/png" in data:
         alt = output["metadata"].get("image/png", {}).get("alt", "")
         picture = f"data:image/png;base64,{data['image/png'].strip()}"
-        yield False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>'
+        yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
     elif "text/markdown" in data:
         text = "".join(data["text/markdown"])
-        yield False, 1 + 0.75 * text.count("\n"), MARKDOWN.render(text)
+        yield Part(False, 1 + 0.75 * text.count("\n"), MARKDOWN.render(text))
     elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
-        yield False, 1 + 0.75 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>'
+        yield Part(False, 1 + 0.75 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
 
 
 def page_of(notebook):
@@ -134,7 +194,7 @@ def page_of(notebook):
     title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
     slides = []
     for pages in slides_of(notebook):
-        inner = "".join(f"<section>{''.join(parts)}</section>\n" for parts in pages)
+        inner = "".join(f"<section>{''.join(part.html for part in page)}</section>\n" for page in pages)
         slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
 
