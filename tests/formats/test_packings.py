@@ -211,6 +211,12 @@ def test_a_basis_that_is_not_whole_is_an_error(tmp_path):
         with pytest.raises(BitNetRefError, match=words):
             bitnet_ref.load(folder, backend="numpy")
 
+    def signs_of(more_widths, more_values):
+        widths, values = (keys[f"{prefix}sign_{name}"] for name in ("widths", "values"))
+        return {f"{prefix}sign_widths": widths + more_widths, f"{prefix}sign_values": values + more_values}
+
+    (folder / "hadamard.json").write_text(json.dumps(keys | signs_of([1], [-1])))
+    bitnet_ref.load(folder, backend="numpy")  # a width that no matrix has
     modules = config["modules"]
     fails("lacks language_model", config | {"modules": modules[1:]})
     fails("is listed twice", config | {"modules": [*modules, modules[0]]})
@@ -224,6 +230,8 @@ def test_a_basis_that_is_not_whole_is_an_error(tmp_path):
     for name in ("weight_names", "inverse_weight_names"):
         fails(f"{name}: expected a list of names", keys=keys | {f"{prefix}{name}": [["x"]]})
     fails("sign_values: expected -1 or 1", keys=keys | {f"{prefix}sign_values": [0.5]})
+    for more, ones in ([0], []), ([-1], []), ([1], []), ([], [1]), ([1.0], [1]):
+        fails("sign_values: expected -1 or 1", keys=keys | signs_of(more, ones))
     fails("version: expected 1", keys=keys | {f"{prefix}version": 2})
     signs = {name: -array if name.endswith("lm_head.signs") else array for name, array in tensors.items()}
     fails("differs from the signs for 512 inputs", tensors=signs)

@@ -279,7 +279,7 @@ def _hadamard_keys(path: Path) -> dict[str, Any]:
     for key in ("weight_names", "inverse_weight_names"):
         if not all(isinstance(name, str) for name in keys[key]):
             raise ConfigError("expected a list of names", path=path, field=f"{PREFIX}{key}")
-    whole = all(isinstance(width, int) and 0 < width <= len(values) for width in widths)
+    whole = all(isinstance(width, int) and width > 0 for width in widths)
     if not whole or sum(widths) != len(values) or not all(value in (-1, 1) for value in values):
         raise ConfigError("expected -1 or 1 for each input of each width", path=path, field=f"{PREFIX}sign_values")
     ends = np.cumsum(widths)
