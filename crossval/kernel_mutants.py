@@ -322,7 +322,7 @@ PLACES = {
         c.chosen.gated(y[0], y[⟦1 → 0⟧]
         rows, ⟦c.gate == SILU → c.gate != SILU⟧, out)
         add_arrays(c.residual + ⟦(out - c.ys[i]) → 0⟧, out, rows, out)
-        c.chosen.rms_norm(row, c.norm_weight, K, ⟦c.eps → 1.0⟧, <float *>
+        c.chosen.rms_norm(row, c.norm_weight, K, ⟦c.eps → 1.0⟧, place)
         c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + ⟦m → 0⟧, x_sum + m)""",
     "_cpu_cache.pxi": r"""
         return window if window and ⟦window <= position → window < position⟧ else position + 1

@@ -132,7 +132,9 @@ def test_a_file_of_the_package(tmp_path):
         assert file.tensors["q"].shape == (3, 64)
         assert file.read_raw("q").tobytes() == packed.tobytes()
         np.testing.assert_array_equal(file.read("v"), matrix[0].astype(np.float16))
-        write_gguf(tmp_path / "again.gguf", file.typed, copies_of(file))
+        seen = []
+        write_gguf(tmp_path / "again.gguf", file.typed, copies_of(file), lambda *done: seen.append(done))
+        assert seen == [(i + 1, len(file.tensors)) for i in range(len(file.tensors))]
     assert (tmp_path / "again.gguf").read_bytes() == path.read_bytes()
 
 

@@ -186,6 +186,18 @@ def test_fields_of_a_piece_that_are_not_known_say_nothing() -> None:
     assert (model.pieces, model.scores) == (["a"], [0.0])
 
 
+def test_a_field_of_eight_bytes_is_stepped_over() -> None:
+    model = read_model(b"\x51" + b"\xff" * 8 + field(1, field(1, b"a")), None)  # field 10
+    assert model.pieces == ["a"]
+
+
+def test_the_digest_is_of_the_vocabulary() -> None:
+    files = {"tokenizer.model": MODEL}, {"tokenizer.model": MODEL.replace(b"\xe2\x96\x81king", b"\xe2\x96\x81gnik")}
+    one, other = (load_tokenizer_files(each) for each in files)
+    assert one.encode("a cat") == other.encode("a cat")
+    assert one.digest == load_tokenizer_files(files[0]).digest != other.digest
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
