@@ -96,7 +96,8 @@ class ExitCodes(click.Command):
             sys.stdout.flush()  # a closed pipe raises here, and not when the interpreter exits
             return result
         except click.UsageError as error:
-            error.message += hint_at_quotes(error)
+            if hint := hint_at_quotes(error):
+                raise click.UsageError(error.message + hint, error.ctx) from None
             raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
