@@ -1,5 +1,8 @@
 """`python -m bitnet_ref.cli`: the same as `bitnet-ref`."""
 
-from . import main
+from .start import QuietStart
 
-main()
+with QuietStart():
+    from . import main
+
+    main()

@@ -11,6 +11,7 @@ import click
 from .. import __version__
 from .shell import Commands, Interface, debug_option, prepare_streams, report_os_error
 from .signals import ending_signals
+from .start import QuietStart
 
 EPILOG = """Each command has --help, and --json for programs.
 
@@ -69,7 +70,7 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
-    with ending_signals():
+    with QuietStart(), ending_signals():  # quiet until the second has said what Ctrl-C does
         prepare_streams()
         try:
             cli.main(args, prog_name="bitnet-ref")

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from .start import INTERRUPTED as INTERRUPTED
-from .start import is_deaf
+from .start import is_deaf, leave
 
 GRACE_S = 3.0  # for a child that was asked to end
 ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGUSR1", "SIGUSR2", "SIGALRM")
@@ -54,7 +54,7 @@ def ending_signals() -> Iterator[None]:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             before[number] = signal.signal(number, end)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, leave):
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield

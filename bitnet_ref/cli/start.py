@@ -18,7 +18,7 @@ class QuietStart:
     def __enter__(self) -> None:
         is_usual = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
         try:
-            self._before = _signal.signal(_signal.SIGINT, _leave) if is_usual else None
+            self._before = _signal.signal(_signal.SIGINT, leave) if is_usual else None
         except ValueError:  # not the main thread
             self._before = None
 
@@ -27,7 +27,8 @@ class QuietStart:
             _signal.signal(_signal.SIGINT, self._before)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def leave(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C within `QuietStart`."""
     if is_deaf(frame):
         os._exit(INTERRUPTED)
     raise SystemExit(INTERRUPTED)

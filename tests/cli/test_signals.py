@@ -24,6 +24,7 @@ LINES_OF_THE_START = [
     "def main",
     "main(args",
     "prepare_streams()",
+    "threading.current_thread()",
 ]
 
 
