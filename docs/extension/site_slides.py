@@ -163,8 +163,8 @@ def without_imports(source):
     for each in statements:
         if isinstance(each, ast.Import | ast.ImportFrom):
             lines[each.lineno - 1 : each.end_lineno] = [None] * (each.end_lineno - each.lineno + 1)
-    kept = "\n".join(line for line in lines if line is not None)
-    return re.sub(r"\n\n\n+", "\n\n", kept).strip("\n")
+    code = "\n".join(line for line in lines if line is not None)
+    return re.sub(r"\n\n\n+", "\n\n", code).strip("\n")
 
 
 def paragraphs(source):

@@ -252,11 +252,8 @@ def in_layout(source, layout):
     with GgufCheckpoint(source) as checkpoint:
         for tensor in block_linears(checkpoint.file):
             packed, scale = checkpoint._i2_s(tensor, tensor.shape)
-            out[tensor.name] = (
-                tensor.shape,
-                "I2_S",
-                pack_i2_s(unpack_ternary(packed, tensor.shape[1]), float(scale), layout),
-            )
+            w_t = unpack_ternary(packed, tensor.shape[1])
+            out[tensor.name] = (tensor.shape, "I2_S", pack_i2_s(w_t, float(scale), layout))
     return out
 
 

@@ -6,7 +6,7 @@ Right answers may be of another type: a list for an array, "transposed" for "tra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
@@ -193,6 +193,12 @@ def likely_mistake(
         if array.shape == mine.shape and is_close(mine, array, allowed):
             return f"Likely mistake: {sentence}."
     return one_factor(mine, right) if factors else ""
+
+
+def mistake_of(given: Sequence[Any], cases: Sequence[tuple[Any, ...]], wrong: Mapping[str, Callable[..., Any]]) -> str:
+    """A sentence that names the first function of `wrong` that gives these answers for the cases; "" if none does."""
+    likely = (f" Likely mistake: {cause}." for cause, of in wrong.items() if given == [of(*case) for case in cases])
+    return next(likely, "")
 
 
 def rearrangements(right: Array) -> Iterable[tuple[str, Array]]:

@@ -26,9 +26,9 @@ def run_engine(answer: Any, model: Model, tokens: Sequence[int]) -> tuple[Array,
         raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
 
 
-def first_unequal(mine: Mapping[str, Array], right: Mapping[str, Array]) -> str | None:
-    """The first tensor, in the order of `right`, that is not equal in both; None where all are."""
-    return next((name for name in right if not np.array_equal(mine[name], right[name])), None)
+def unequal(mine: Mapping[str, Array], right: Mapping[str, Array]) -> list[str]:
+    """The tensors that are not equal in both, in the order of `right`."""
+    return [name for name in right if not np.array_equal(mine[name], right[name])]
 
 
 @contextmanager

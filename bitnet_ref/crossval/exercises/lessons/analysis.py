@@ -16,9 +16,9 @@ from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryLinear
 from ...compare import compare
-from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word
+from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word, mistake_of
 from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run
-from ..engines import calls_of, first_unequal, run_engine
+from ..engines import calls_of, run_engine, unequal
 
 # -- 6: crossval ---------------------------------------------------------------------------------------------------
 
@@ -140,14 +140,7 @@ def wrong_by_themselves(answer: Any) -> str:
     for names, (what, _, right) in zip(given, cases, strict=True):
         if names != right:
             told = "none" if not right else " and ".join(sorted(right))
-            why = next(
-                (
-                    f" Likely mistake: {why}."
-                    for why, of in ALONE.items()
-                    if given == [of(case, t, s) for _, case, _ in cases]
-                ),
-                "",
-            )
+            why = mistake_of(given, [(case, t, s) for _, case, _ in cases], ALONE)
             raise Wrong(f"{what} Wrong by itself: {told}; yours are {sorted(names) or 'none'}.{why}")
     return "Whatever it was given, an op that is right says so."
 
@@ -196,12 +189,10 @@ def fewest_wrong_judgements(answer: Any) -> str:
         counts = [int((right > each).sum() + (bug <= each).sum()) for each in (0, *right, *bug)]
         accused, passed = int((right > tolerance).sum()), int((bug <= tolerance).sum())
         if accused + passed > min(counts):
-            all_right = " None of the right engine's is accused; both kinds of wrong judgement count."
+            both = " None of the right engine's is accused; both kinds of wrong judgement count." * (accused == 0)
             raise Wrong(
                 f"{what}: a tolerance of {tolerance:.3g} accuses {accused} of the right engine's tokens, and lets "
-                f"{passed} of the bug's pass. The best one judges {min(counts)} wrongly."
-                + all_right
-                * int(accused == 0)
+                f"{passed} of the bug's pass. The best one judges {min(counts)} wrongly.{both}"
             )
         if count != accused + passed:
             why = {
@@ -221,12 +212,13 @@ def mended_port(answer: Any, Port: type, model: Model, tokens: Sequence[int], re
     _, mine = run_engine(answer, model, tokens)
     if not issubclass(answer, Port):
         raise Wrong("Mend the port: class Mended(Port), with a method of its own.")
-    other = first_unequal(mine, recorded)
-    if other is None:
+    others = unequal(mine, recorded)
+    if not others:
         return f"All {len(recorded)} tensors are equal, to the last bit."
     _, theirs = run_engine(Port, model, tokens)
-    if first_unequal(mine, theirs) is None:
+    if not unequal(mine, theirs):
         raise Wrong("Nothing has changed: every tensor is the port's.")
+    other = others[0]
     index = tuple(int(i) for i in np.argwhere(mine[other] != recorded[other])[0])
     values = two_numbers(mine[other][index], recorded[other][index])
     raise Wrong(f"The first tensor that differs is {other}: at {list(index)} it is {values}.")
@@ -250,16 +242,16 @@ def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence
             f"Your engine calls the suspect's own {called[0]}. Write the mistake yourself, in a class of Backend."
         )
     right, theirs = (each.run_with_cache(list(tokens))[1] for each in (model, engine))
-    first, other = first_unequal(theirs, right), first_unequal(mine, theirs)
-    assert first is not None
-    if other is None:
+    first, others = unequal(theirs, right)[0], unequal(mine, theirs)
+    if not others:
         return (
             f"All {len(right)} tensors are equal, to the last bit. Proven: {planted}. Change the seed for the next one."
         )
+    other = others[0]
     comparison = compare(theirs, mine, model.config, tokens, own_engine=False)
     if comparison.agrees:
         return f"Proven: {planted}. Yours only rounds otherwise, first at {other}. Change the seed for the next one."
-    if first_unequal(mine, right) is None:
+    if not unequal(mine, right):
         raise Wrong("Every tensor is the right model's: your engine makes no mistake.")
     order = list(right)
     if order.index(other) < order.index(first):
@@ -574,7 +566,7 @@ def fluent(answer: Any, trace: Mapping[str, Array], recorded: Mapping[str, Array
     if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[0], str):
         raise Wrong('Two are wanted: (name, function), as ("blocks.0.attn.hook_z", np.tanh).')
     tensor, function = answer[0].strip(), answer[1]
-    first = first_unequal(trace, recorded)
+    first = unequal(trace, recorded)[0]
     if tensor not in recorded:
         raise Wrong(f"No tensor is called {tensor!r}.")
     if tensor != first:
@@ -688,7 +680,7 @@ def fourth_case(answer: Any) -> str:
 def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
     logits, tensors = run_engine(answer, model, tokens)
     right_logits, right = model.run_with_cache(list(tokens))
-    if first_unequal(tensors, right) is None:
+    if not unequal(tensors, right):
         if answer.__name__ == "YourSuspect" and "quantize_activations" not in vars(answer):
             raise Unanswered
         raise Wrong("Every tensor is equal, to the last bit: it makes no mistake on this prompt.")

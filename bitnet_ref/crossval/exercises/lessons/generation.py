@@ -12,7 +12,7 @@ from ....generation.overflow import keep_after_overflow
 from ....notebook.next_token import NextToken
 from ....reference.cache import TokenBatch
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number
+from ..answers import as_array, as_number, expect_array, expect_number, mistake_of
 from ..declare import Wrong, draws, exercise, run
 
 
@@ -202,10 +202,7 @@ def hold_back(answer: Any) -> str:
     given = [as_number(run(answer, text, list(stops))) for text, stops in cases]
     for n, (text, stops) in zip(given, cases, strict=True):
         if n != held(text, stops):
-            likely = next(
-                (f" Likely mistake: {cause}." for cause, of in wrong.items() if given == [of(*case) for case in cases]),
-                "",
-            )
+            likely = mistake_of(given, cases, wrong)
             raise Wrong(
                 f"After {text!r}, with stop={stops}: {held(text, stops)} are held, and yours are {n:g}.{likely}"
             )
@@ -267,27 +264,20 @@ def tokens_of_a_grammar(answer: Any) -> str:
         (date, 4, ["1", "12", "the", " ", "1 ", "13", "22", "t", "21", "121"]),
         (date, 6, ["1", " ", "t"]),
     ]
-    given: list[list[bool]] = []
+    given: list[bool] = []
     for machine, state, texts in cases:
         mine = as_array(run(answer, {at: dict(arcs) for at, arcs in machine.items()}, state, list(texts)))
         if mine.shape != (len(texts),):
             raise Wrong(
                 f"One True or False is wanted for each of {len(texts)} texts; yours has the shape {mine.shape}."
             )
-        given.append([bool(each) for each in mine])
-    likely = next(
-        (
-            f" Likely mistake: {cause}."
-            for cause, wrong in GUIDE_MISTAKES.items()
-            if given == [[wrong(machine, state, text) for text in texts] for machine, state, texts in cases]
-        ),
-        "",
-    )
-    for says, (machine, state, texts) in zip(given, cases, strict=True):
-        for text, yours in zip(texts, says, strict=True):
-            if yours != fits(machine, state, text):
-                possible = "not possible" if yours else "possible"
-                raise Wrong(f"In state {state} of {machine}, {text!r} is {possible}; yours says {yours}.{likely}")
+        given += [bool(each) for each in mine]
+    asked = [(machine, state, text) for machine, state, texts in cases for text in texts]
+    for yours, (machine, state, text) in zip(given, asked, strict=True):
+        if yours != fits(machine, state, text):
+            possible = "not possible" if yours else "possible"
+            likely = mistake_of(given, asked, GUIDE_MISTAKES)
+            raise Wrong(f"In state {state} of {machine}, {text!r} is {possible}; yours says {yours}.{likely}")
     return "Every other token gets the logit −∞."
 
 

@@ -14,7 +14,7 @@ from ....generation.sampling import log_probabilities
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import NoResult, Wrong, draws, exercise, run
-from ..engines import first_unequal, run_engine
+from ..engines import run_engine, unequal
 
 
 @exercise("3c.1")
@@ -203,9 +203,10 @@ def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Ar
     if not (isinstance(answer, type) and issubclass(answer, Backend)):
         raise Wrong("A class is wanted that inherits from Backend: class KeysNotTurned(Backend).")
     logits, theirs = run_engine(answer, model, tokens)
-    first = first_unequal(theirs, recorded)
-    if first is None:
+    others = unequal(theirs, recorded)
+    if not others:
         raise Wrong("Every tensor is equal, to the last bit: nothing is planted yet.")
+    first = others[0]
     of_block = "blocks.0.attn.hook_"
     if first == f"{of_block}rot_q":
         forgotten = np.array_equal(theirs[first], recorded[f"{of_block}q"])
