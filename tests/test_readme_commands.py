@@ -145,7 +145,7 @@ def clone(tmp_path, monkeypatch):
     """The folder of a clone to work in, whose files are the repository's, and what the examples read."""
     monkeypatch.setenv("BITNET_REF_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("BITNET_REF_CUDA", raising=False)  # the emulated GPU has tests of its own
-    for name in ("notebooks", "scripts", "bitnet_ref"):
+    for name in ("notebooks", "scripts", "bitnet_ref", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     folder = tmp_path / "folder"
     folder.mkdir()
