@@ -70,6 +70,7 @@ NOT_RUN = {
     "bench model --synthetic 2b-4t --head exact": "the same",
     "python scripts/benchmarks/models.py --synthetic 2b-4t --versus transformers": "the same, twice",
 }
+DIFFERS = {"crossval linear tests/crossval/numpy_layers.py:Truncates"}  # they show a mistake that is found: exit status 1
 NOT_OURS = {"python -m pip install .", 'python -m pip install -e ".[dev]"', "pytest"}  # .ci/run runs them
 
 
@@ -178,7 +179,7 @@ def test_commands_run(commands, clone):
         if result.exit_code == 4 and re.search(r"not installed|pip install", result.output):
             unavailable.append(f"{command}: {result.output.strip().splitlines()[-1]}")
             continue
-        assert result.exit_code == 0, f"bitnet-ref {command}: {result.output}"
+        assert result.exit_code == (command in DIFFERS), f"bitnet-ref {command}: {result.output}"
         assert result.output
     if len(unavailable) == len(commands):
         pytest.skip("; ".join(unavailable))
@@ -192,7 +193,7 @@ def test_commands_that_are_not_run_have_these_options(command):
 
 
 def test_the_tables_above_are_of_these_pages():
-    assert EXAMPLES.keys() | SLOW.keys() | NOT_RUN.keys() | NOT_OURS <= COMMANDS
+    assert EXAMPLES.keys() | SLOW.keys() | NOT_RUN.keys() | DIFFERS | NOT_OURS <= COMMANDS
     for command, example in EXAMPLES.items():
         fixed = [word for word in command.split() if not re.match(r"[A-Z]", word)]
         assert [word for word in shlex.split(example) if word in fixed] == fixed, f"{example} is not {command}"
