@@ -258,10 +258,7 @@ STAND_INS = {
     "models/2B-4T": "storyteller",
     "Qwen3-Embedding": "storyteller",
     "wiki.test.raw": "{folder}/text.txt",
-    "stories.txt": "{folder}/stories.txt",
-    "lines.txt": "{folder}/run.toml",
     "requests.jsonl": "{folder}/in.jsonl",
-    "run.toml": "{folder}/run.toml",
     "my_layers.py:BitLinear": "tests/crossval/numpy_layers.py:BitLinear",
     "my_run.safetensors": "{folder}/right.safetensors",
     "right.safetensors": "{folder}/right.safetensors",
@@ -271,6 +268,9 @@ STAND_INS = {
     "my_tasks/": "{folder}",
     "NAME=MODEL": "name=storyteller",
 }
+RUN = re.search(
+    r"^```toml\n(\[model\].*?)^```", (ROOT / "docs/training.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+)[1]
 SHORTER = {"generate": "--max-tokens 2", "train": "--steps 1", "perplexity --text wiki.test.raw": "--length 16"}
 SHORTER |= {"lab": "--no-launch", "train-tokenizer": "--vocab 400"}
 NOT_RUN_IN_DOCS = {
@@ -343,9 +343,9 @@ def docs_with_commands():
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", docs_with_commands(), ids=lambda p: p.stem)
 def test_commands_of_the_docs_run(path, clone):
-    tiny = (ROOT / "scripts/training/tiny.toml").read_text()
-    (clone / "run.toml").write_text(tiny.replace("../../", f"{ROOT}/"))
-    (clone / "stories.txt").write_text((ROOT / "notebooks/alice.txt").read_text()[:6_000])
+    (clone.parent / "stories.txt").write_text((ROOT / "notebooks/alice.txt").read_text()[:6_000])
+    (clone.parent / "lines.txt").write_text("a red boat\ntax law\n")
+    (clone.parent / "run.toml").write_text(RUN)
     recorded = ["crossval", "record", "storyteller", f"{clone}/right.safetensors", "--tokens", "1,5"]
     if any("my_run" in command for command in commands_of(path)):
         assert CliRunner().invoke(cli, recorded).exit_code == 0
