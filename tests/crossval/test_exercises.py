@@ -1322,7 +1322,8 @@ CASES = {
                 Edit("return tolerance, wrongly(tolerance)", "return wrongly(tolerance), tolerance"),
                 "The best one judges|you say",
             ),
-            (Edit("[0, *right, *bug]", "right"), "The best one judges"),
+            (Edit("[0, *right, *bug]", "right"), "is 0 among those that you try"),
+            (Edit("[0, *right, *bug]", "[*right, *bug]"), "The best one judges 1 wrongly. It is 0,"),
             (Edit("min([", "max(["), "The best one judges"),
             (Edit("(bug <= t)", "(bug < 0)"), "The best one judges"),
             (Edit("wrongly(tolerance)", "wrongly(tolerance) / len(right)"), "you say"),
@@ -1559,6 +1560,11 @@ CASES = {
             (Edit("text.endswith(stop[:n])", "n <= len(text) and text[-n:] in stop"), "not any piece of it"),
             (lambda text, stops: any(text.endswith(s[:1]) for s in stops), "are held, and yours are"),
             (lambda text, stops: text, "One number"),
+            (Edit(", default=0", ""), "stop=.*, 0 are held. Your function raised ValueError"),
+            (
+                lambda text, stops: max(max(n for n in range(len(s)) if text.endswith(s[:n])) for s in stops),
+                "stop=.., 0 are held. Your function raised ValueError",
+            ),
         ],
         [
             Edit("range(1, len(stop))", "range(1, len(stop) + 1)"),  # a whole one has ended the text
@@ -1576,7 +1582,8 @@ CASES = {
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
             (Edit("-np.inf", "0"), "Nothing is forbidden"),
-            (Edit('"e" in text.lower()', 'text == "e"'), "with an e are allowed, as '[^E]*'"),
+            (Edit('"e" in text.lower()', 'text == "e"'), "with an e are allowed, as '▁?[a-z]+'"),
+            (lambda ids, logits: np.full_like(logits, -np.inf), "without an e are forbidden, as '▁?[a-zA-Z]+'"),
             (Edit('"e" in text.lower()', '"e" in text.lower() or "a" in text'), "without an e are forbidden"),
             (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
         ]

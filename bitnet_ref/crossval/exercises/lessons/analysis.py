@@ -177,6 +177,7 @@ def fewest_wrong_judgements(answer: Any) -> str:
     draw = draws(63)
     cases = [
         ("Errors 1, 2, 3 of the right engine and 5, 6 of the bug", np.array([2.0, 1, 3]), np.array([6.0, 5])),
+        ("Errors 1, 2, 9 of the right engine and 5, 6, 7 of the bug", np.array([1.0, 9, 2]), np.array([5.0, 7, 6])),
         ("Errors 3 of the right engine and 1, 2, 4, 5 of the bug", np.array([3.0]), np.array([1.0, 2, 4, 5])),
         ("Errors 4, 5, 6 of the right engine and 1 of the bug", np.array([4.0, 5, 6]), np.array([1.0])),
     ]
@@ -189,19 +190,23 @@ def fewest_wrong_judgements(answer: Any) -> str:
         counts = [int((right > each).sum() + (bug <= each).sum()) for each in (0, *right, *bug)]
         accused, passed = int((right > tolerance).sum()), int((bug <= tolerance).sum())
         if accused + passed > min(counts):
-            both = " None of the right engine's is accused; both kinds of wrong judgement count." * (accused == 0)
+            why = ""
+            if counts[0] == min(counts) and accused + passed == min(counts[1:]):
+                why = " It is 0, which accuses everybody: is 0 among those that you try?"
+            elif accused == 0:
+                why = " None of the right engine's is accused; both kinds of wrong judgement count."
             raise Wrong(
                 f"{what}: a tolerance of {tolerance:.3g} accuses {accused} of the right engine's tokens, and lets "
-                f"{passed} of the bug's pass. The best one judges {min(counts)} wrongly.{both}"
+                f"{passed} of the bug's pass. The best one judges {min(counts)} wrongly.{why}"
             )
         if count != accused + passed:
-            why = {
+            one_kind = {
                 accused: " The bug's tokens that pass count, too.",
                 passed: " Right tokens that are accused count, too.",
             }
             raise Wrong(
                 f"{what}: at {tolerance:.3g}, {accused + passed} are judged wrongly; you say {count:g}."
-                + why.get(int(count), "")
+                + one_kind.get(int(count), "")
             )
     return "Now on real errors."
 
