@@ -2308,7 +2308,7 @@ CASES = {
             {check: sorted(cases) for check, cases in NOTICED.items()},
             {check: " and ".join(f"case {case}" for case in cases) or "none" for check, cases in NOTICED.items()},
             {check: [case in cases for case in (1, 2, 3)] for check, cases in NOTICED.items()},
-            NOTICED | {"cosine": 3, "itself": "3"},
+            NOTICED | {"finite": {}, "cosine": 3, "itself": "3", "first sums": np.array([2, 3])},
             [[int(case in cases) for case in (1, 2, 3)] for cases in NOTICED.values()],
             np.array([[case in cases for case in (1, 2, 3)] for cases in NOTICED.values()]),
             NOTICED | {"finite": [], "top-1": "all", "tensors": range(1, 4)},

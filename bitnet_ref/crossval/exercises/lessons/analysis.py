@@ -671,7 +671,9 @@ def squares(answer: Any) -> str:
 
 
 @exercise("11.noticed")
-def who_noticed(answer: Any, model: Model, tokens: Sequence[int], recorded: Mapping[str, Array], engines: list) -> str:
+def who_noticed(
+    answer: Any, model: Model, tokens: Sequence[int], recorded: Mapping[str, Array], engines: Sequence[Model]
+) -> str:
     """engines: the suspects of the three cases, in order."""
     cells = [what_checks_say(engine, model, tokens, recorded) for engine in engines]
     checks = list(cells[0])
@@ -707,7 +709,7 @@ def cases_of(check: str, value: Any) -> set[int]:
     if isinstance(value, str):
         text = re.sub(r"cases?|and|[,;{}()]", " ", value.lower())
         value = {"none": [], "all": [1, 2, 3]}.get(text.strip(), text.split())
-    elif not isinstance(value, (set, frozenset, list, tuple, range, dict)):  # {} is meant for an empty set
+    elif not isinstance(value, (set, frozenset, list, tuple, range, np.ndarray, dict)):  # {} is meant for an empty set
         value = [value]
     cells = [str(each).lower().removeprefix("case").removesuffix(".0").strip() for each in value]
     if len(cells) == 3 and not isinstance(value, (set, frozenset)) and set(cells) <= set(flags):
