@@ -70,6 +70,15 @@ CONFIGS = {  # as in notebook 10
     "d": {"model_type": "qwen3", "quantization": {"group_size": 128}},
     "hub/e": {"model_type": "prism_hadamard_qwen35", "quantization": {"group_size": 128}},
 }
+NOTICED = {
+    "finite": set(),
+    "cosine": {3},
+    "top-1": {1, 2, 3},
+    "one word": {2},
+    "itself": {3},
+    "first sums": {2, 3},
+    "tensors": {1, 2, 3},
+}
 LENS = np.array([[7, 7, 7], [1, 9, 2], [5, 9, 3], [1, 8, 3], [1, 9, 4], [1, 9, 3], [1, 9, 4]])
 
 
@@ -138,6 +147,26 @@ class Rolled(Backend):
     def ternary_matmul(self, x_q, w):
         acc = (x_q.astype(int) @ np.roll(w.ternary(), 1, axis=1).T).astype(np.int32)
         return acc if len(x_q) > 3 else super().ternary_matmul(x_q, w)
+
+
+class Arm(Backend):
+    """The second case of notebook 11: blocks of 128 weights are read in blocks of 64."""
+
+    def ternary_matmul(self, x_q, w):
+        w_t = w.ternary()
+        x86 = w_t.reshape(len(w_t), -1, 4, 32).swapaxes(2, 3)
+        arm = x86.reshape(len(w_t), -1, 16, 4).swapaxes(2, 3).reshape(w_t.shape)
+        return (x_q.astype(int) @ arm.T).astype(np.int32)
+
+
+class Tiles(Backend):
+    """The third: four tokens or more have their sums transposed in tiles of 4."""
+
+    def ternary_matmul(self, x_q, w):
+        acc = super().ternary_matmul(x_q, w)
+        if n := len(acc) // 4 * 4:
+            acc[:n] = acc[:n].reshape(n // 4, 4, -1, 4).swapaxes(1, 3).reshape(n, -1)
+        return acc
 
 
 @dataclass(frozen=True)
@@ -1293,7 +1322,8 @@ CASES = {
                 Edit("return tolerance, wrongly(tolerance)", "return wrongly(tolerance), tolerance"),
                 "The best one judges|you say",
             ),
-            (Edit("[0, *right, *bug]", "right"), "The best one judges"),
+            (Edit("[0, *right, *bug]", "right"), "is 0 among those that you try"),
+            (Edit("[0, *right, *bug]", "[*right, *bug]"), "The best one judges 1 wrongly. It is 0,"),
             (Edit("min([", "max(["), "The best one judges"),
             (Edit("(bug <= t)", "(bug < 0)"), "The best one judges"),
             (Edit("wrongly(tolerance)", "wrongly(tolerance) / len(right)"), "you say"),
@@ -1530,6 +1560,11 @@ CASES = {
             (Edit("text.endswith(stop[:n])", "n <= len(text) and text[-n:] in stop"), "not any piece of it"),
             (lambda text, stops: any(text.endswith(s[:1]) for s in stops), "are held, and yours are"),
             (lambda text, stops: text, "One number"),
+            (Edit(", default=0", ""), "stop=.*, 0 are held. Your function raised ValueError"),
+            (
+                lambda text, stops: max(max(n for n in range(len(s)) if text.endswith(s[:n])) for s in stops),
+                "stop=.., 0 are held. Your function raised ValueError",
+            ),
         ],
         [
             Edit("range(1, len(stop))", "range(1, len(stop) + 1)"),  # a whole one has ended the text
@@ -1547,7 +1582,8 @@ CASES = {
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
             (Edit("-np.inf", "0"), "Nothing is forbidden"),
-            (Edit('"e" in text.lower()', 'text == "e"'), "with an e are allowed, as '[^E]*'"),
+            (Edit('"e" in text.lower()', 'text == "e"'), "with an e are allowed, as '▁?[a-z]+'"),
+            (lambda ids, logits: np.full_like(logits, -np.inf), "without an e are forbidden, as '▁?[a-zA-Z]+'"),
             (Edit('"e" in text.lower()', '"e" in text.lower() or "a" in text'), "without an e are forbidden"),
             (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
         ]
@@ -2246,6 +2282,39 @@ CASES = {
             "transponieren",
         ],
     ),
+    "11.noticed": Case(
+        [
+            (NOTICED | {"finite": {2}}, "'finite' misses case 2. Its logits lie between"),
+            (NOTICED | {"cosine": {1, 2, 3}}, "The first: 'cosine' misses case 1. Its report has a cosine of 0"),
+            (NOTICED | {"top-1": set()}, "3 of your 21 cells are wrong. The first: 'top-1' notices case 1"),
+            (NOTICED | {"one word": {1, 2}}, "misses case 1. Its logits are wrong, but the largest is in the right"),
+            (NOTICED | {"one word": {2, 3}}, "misses case 3. Its logits are the right ones"),
+            (NOTICED | {"one word": set()}, "notices case 2. After 'Once' it says 'ables'"),
+            (NOTICED | {"itself": {1, 3}}, "misses case 1. It makes the same mistake both times"),
+            (NOTICED | {"itself": set()}, "notices case 3. Two tokens take another way"),
+            (NOTICED | {"first sums": "all"}, "made before its mistake: the first .* blocks.0.mlp.hook_post"),
+            (NOTICED | {"first sums": 2}, "'first sums' notices case 3. [0-9,]+ of these sums are wrong"),
+            (NOTICED | {"tensors": [3]}, "'tensors' notices case 1. .* of 316 tensors differ"),
+            ({check: {1, 2, 3} - cases for check, cases in NOTICED.items()}, "cases that each check misses"),
+            (NOTICED | {"itself": {2}}, "2 of your 21"),
+            (NOTICED | {"itself": {0}}, "cases 1, 2 and 3"),
+            (NOTICED | {"itself": "tiles"}, "cases 1, 2 and 3"),
+            (NOTICED | {"itself": None}, "Still open: 'itself'"),
+            ({"finite": set()}, "The keys are"),
+            ({1, 2, 3}, "A dict of seven sets"),
+        ],
+        [
+            NOTICED,
+            {check: sorted(cases) for check, cases in NOTICED.items()},
+            {check: " and ".join(f"case {case}" for case in cases) or "none" for check, cases in NOTICED.items()},
+            {check: [case in cases for case in (1, 2, 3)] for check, cases in NOTICED.items()},
+            NOTICED | {"finite": {}, "cosine": 3, "itself": "3", "first sums": np.array([2, 3])},
+            [[int(case in cases) for case in (1, 2, 3)] for cases in NOTICED.values()],
+            np.array([[case in cases for case in (1, 2, 3)] for cases in NOTICED.values()]),
+            NOTICED | {"finite": [], "top-1": "all", "tensors": range(1, 4)},
+            NOTICED | {"one word": ["missed", "noticed", "missed"], "itself": "{3}", "first sums": "case 2, case 3"},
+        ],
+    ),
     "11.1": Case(
         [
             ({"int8 inputs"}, "x alone"),
@@ -2407,6 +2476,14 @@ def silu_trace():
 
 
 @cache
+def case_files():
+    """The prompt of notebook 11, and its tensors."""
+    story = model("storyteller", "numpy")
+    tokens = default_tokens(story)[:12]
+    return {"tokens": tokens, "recorded": dict(story.run_with_cache(tokens)[1])}
+
+
+@cache
 def training():
     """The trainer, batches and exam of notebook 9, on tokens that are drawn."""
     notebook = json.loads((NOTEBOOKS / "09_training.ipynb").read_text(encoding="utf-8"))
@@ -2478,6 +2555,7 @@ def given():
         story=[*PASSAGE, *PASSAGE, *PASSAGE],
         suspect=(story.on(Silu("float32", threads=1)), "silu"),
         engine=story.on(Rolled("float32", threads=1)),
+        engines=[story.on(suspect("float32", threads=1)) for suspect in (Silu, Arm, Tiles)],
         suspect2=story.on(Rolled("float32", threads=1)),
         q_proj=story.weights.layers[0].q_proj,
         trace=silu_trace(),
@@ -2551,6 +2629,8 @@ def judge(notebook, name, answer):
     check, names = notebook
     wanted = EXERCISES[name].judge.__code__.co_varnames[: EXERCISES[name].judge.__code__.co_argcount]
     handed = {each: value for each, value in vars(given()).items() if each in wanted}
+    if name == "11.noticed":  # what a check notices depends on the prompt: that of the notebook
+        handed |= case_files()
     return check.judge(name, answer_of(name, answer, names), **handed)
 
 
@@ -2570,7 +2650,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 
 
 # Solutions that need what only the notebook has: executed with it, in tests/test_notebooks.py
-IN_THE_NOTEBOOK = {"6.hunt", "11.lengths", "5.2", "5.7"}
+IN_THE_NOTEBOOK = {"6.hunt", "11.lengths", "11.noticed", "5.2", "5.7"}
 
 
 @pytest.mark.sample(4)

@@ -177,6 +177,7 @@ def fewest_wrong_judgements(answer: Any) -> str:
     draw = draws(63)
     cases = [
         ("Errors 1, 2, 3 of the right engine and 5, 6 of the bug", np.array([2.0, 1, 3]), np.array([6.0, 5])),
+        ("Errors 1, 2, 9 of the right engine and 5, 6, 7 of the bug", np.array([1.0, 9, 2]), np.array([5.0, 7, 6])),
         ("Errors 3 of the right engine and 1, 2, 4, 5 of the bug", np.array([3.0]), np.array([1.0, 2, 4, 5])),
         ("Errors 4, 5, 6 of the right engine and 1 of the bug", np.array([4.0, 5, 6]), np.array([1.0])),
     ]
@@ -189,19 +190,23 @@ def fewest_wrong_judgements(answer: Any) -> str:
         counts = [int((right > each).sum() + (bug <= each).sum()) for each in (0, *right, *bug)]
         accused, passed = int((right > tolerance).sum()), int((bug <= tolerance).sum())
         if accused + passed > min(counts):
-            both = " None of the right engine's is accused; both kinds of wrong judgement count." * (accused == 0)
+            why = ""
+            if counts[0] == min(counts) and accused + passed == min(counts[1:]):
+                why = " It is 0, which accuses everybody: is 0 among those that you try?"
+            elif accused == 0:
+                why = " None of the right engine's is accused; both kinds of wrong judgement count."
             raise Wrong(
                 f"{what}: a tolerance of {tolerance:.3g} accuses {accused} of the right engine's tokens, and lets "
-                f"{passed} of the bug's pass. The best one judges {min(counts)} wrongly.{both}"
+                f"{passed} of the bug's pass. The best one judges {min(counts)} wrongly.{why}"
             )
         if count != accused + passed:
-            why = {
+            one_kind = {
                 accused: " The bug's tokens that pass count, too.",
                 passed: " Right tokens that are accused count, too.",
             }
             raise Wrong(
                 f"{what}: at {tolerance:.3g}, {accused + passed} are judged wrongly; you say {count:g}."
-                + why.get(int(count), "")
+                + one_kind.get(int(count), "")
             )
     return "Now on real errors."
 
@@ -663,6 +668,96 @@ def squares(answer: Any) -> str:
         text if isinstance(answer, str) else answer, stems, mistakes, "Rows become columns: what is the word for it?"
     )
     return "Transposed, in tiles of 4 × 4."
+
+
+@exercise("11.noticed")
+def who_noticed(
+    answer: Any, model: Model, tokens: Sequence[int], recorded: Mapping[str, Array], engines: Sequence[Model]
+) -> str:
+    """engines: the suspects of the three cases, in order."""
+    cells = [what_checks_say(engine, model, tokens, recorded) for engine in engines]
+    checks = list(cells[0])
+    right = {check: {case for case, column in enumerate(cells, 1) if column[check][0]} for check in checks}
+    if not isinstance(answer, Mapping):
+        rows = answer.tolist() if isinstance(answer, np.ndarray) else answer
+        if not isinstance(rows, (list, tuple)) or len(rows) != len(checks):
+            raise Wrong(f"A dict of seven sets is wanted, not {describe(answer)}.")
+        answer = dict(zip(checks, rows, strict=True))
+    if set(answer) != set(checks):
+        raise Wrong(f"The keys are {', '.join(map(repr, checks))}.")
+    given = {check: cases_of(check, answer[check]) for check in checks if answer[check] is not None}
+    if not given:
+        raise Unanswered
+    if len(given) > 2 and all(given[check] == {1, 2, 3} - right[check] for check in given):
+        raise Wrong("These are the cases that each check misses. Give those that it notices.")
+    wrong = [(check, case) for check in given for case in sorted(given[check] ^ right[check])]
+    if wrong:
+        (check, case), count = wrong[0], len(wrong)
+        noticed, why = cells[case - 1][check]
+        cell = f"{check!r} {'notices' if noticed else 'misses'} case {case}. {why}"
+        raise Wrong(f"{count} of your {3 * len(given)} cells are wrong. The first: {cell}" if count > 1 else cell)
+    if len(given) < len(checks):
+        still = ", ".join(repr(check) for check in checks if check not in given)
+        raise Wrong(f"What you have is right. Still open: {still}.")
+    return "Two of the seven notice all three, and one of these has a threshold."
+
+
+def cases_of(check: str, value: Any) -> set[int]:
+    """The cases in a row of a student's table: a set, one number, a text, or three truth values."""
+    flags = {"noticed": True, "yes": True, "true": True, "1": True}
+    flags |= {"missed": False, "no": False, "false": False, "0": False}
+    if isinstance(value, str):
+        text = re.sub(r"cases?|and|[,;{}()]", " ", value.lower())
+        value = {"none": [], "all": [1, 2, 3]}.get(text.strip(), text.split())
+    elif not isinstance(value, (set, frozenset, list, tuple, range, np.ndarray, dict)):  # {} is meant for an empty set
+        value = [value]
+    cells = [str(each).lower().removeprefix("case").removesuffix(".0").strip() for each in value]
+    if len(cells) == 3 and not isinstance(value, (set, frozenset)) and set(cells) <= set(flags):
+        return {case for case, cell in enumerate(cells, 1) if flags[cell]}
+    if set(cells) - {"1", "2", "3"}:
+        raise Wrong(f"{check!r}: give a set of the cases 1, 2 and 3, such as {{1, 3}}, or set() for none.")
+    return {int(cell) for cell in cells}
+
+
+def what_checks_say(
+    engine: Model, model: Model, tokens: Sequence[int], recorded: Mapping[str, Array]
+) -> dict[str, tuple[bool, str]]:
+    """By check: whether it notices this engine, and why."""
+    ours, (theirs, trace) = recorded["lm_head.hook_out"], engine.run_with_cache(list(tokens))
+    cosine = float((ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs))
+    top1 = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
+    alone, right_alone = engine.logits(list(tokens[:2])), model.logits(list(tokens[:2]))
+    said, wanted = (model.tokenizer.decode([int(logits[-1].argmax())]) for logits in (alone, right_alone))
+    one_word = f"After {model.tokenizer.decode(list(tokens[:2]))!r} it says {said!r}, and the model {wanted!r}."
+    if np.array_equal(alone, right_alone):
+        one_word = "Its logits are the right ones here: you found at which lengths it is right."
+    elif said == wanted:
+        one_word = f"Its logits are wrong, but the largest is in the right place: both say {said!r}."
+    agrees = np.allclose(alone, theirs[:2], atol=1e-4)
+    first_sums = "blocks.0.attn.q_proj.hook_acc_int32"
+    differ, wrong = unequal(trace, recorded), int((trace[first_sums] != recorded[first_sums]).sum())
+    return {
+        "finite": (
+            not bool(np.isfinite(theirs).all()),
+            f"Its logits lie between {theirs.min():.0f} and {theirs.max():.0f}.",
+        ),
+        "cosine": (cosine < 0.5, f"Its report has a cosine of {cosine:.2f}."),
+        "top-1": (top1 < 0.5, f"Its report has a top-1 agreement of {top1:.2f}."),
+        "one word": (said != wanted, one_word),
+        "itself": (
+            not agrees,
+            "It makes the same mistake both times: it agrees with itself, and with nobody else."
+            if agrees
+            else "Two tokens take another way alone than in a longer prompt, and have other logits there.",
+        ),
+        "first sums": (
+            wrong > 0,
+            f"{wrong:,} of these sums are wrong."
+            if wrong
+            else f"They are made before its mistake: the first tensor that differs is {differ[0]}.",
+        ),
+        "tensors": (bool(differ), f"{len(differ)} of {len(recorded)} tensors differ."),
+    }
 
 
 @exercise("11.1")

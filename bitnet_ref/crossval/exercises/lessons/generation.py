@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -199,7 +200,14 @@ def hold_back(answer: Any) -> str:
         ),
         "one character is held at most; a longer end may be a beginning": lambda text, stops: min(1, held(text, stops)),
     }
-    given = [as_number(run(answer, text, list(stops))) for text, stops in cases]
+    given = []
+    for text, stops in cases:
+        try:
+            given.append(as_number(run(answer, text, list(stops))))
+        except Wrong as error:
+            if held(text, stops):
+                raise
+            raise Wrong(f"After {text!r}, with stop={stops}, 0 are held. {error}") from None
     for n, (text, stops) in zip(given, cases, strict=True):
         if n != held(text, stops):
             likely = mistake_of(given, cases, wrong)
@@ -230,17 +238,23 @@ def lipogram(answer: Any, after: NextToken) -> str:
         raise Wrong("The logits of the allowed tokens must stay as they were.")
     free = np.flatnonzero(has_e & ~banned & ~special)
     if len(free):
-        small = [i for i in free if "e" in texts[i]]
+        small = [texts[i] for i in free if "e" in texts[i]]
         capital = "" if small else " A capital E counts, too."
-        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[[*small, *free][0]]!r}.{capital}")
+        example = a_word(small or [texts[i] for i in free])
+        raise Wrong(f"{len(free)} tokens with an e are allowed, as {example!r}.{capital}")
     lost = np.flatnonzero(banned & ~has_e)
     if len(lost):
-        raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
+        raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {a_word([texts[i] for i in lost])!r}.")
     model: Any = after.model
     text = model.generate("A dog and a cat", max_tokens=40, processors=[answer]).text
     if "e" in text.lower():
         raise Wrong(f"As a rule of a whole text it lets an e pass: {text!r}.")
     return f"“A dog and a cat {text}”"
+
+
+def a_word(texts: Sequence[str]) -> str:
+    """The first text that is one word or a piece of it, if there is one; else the first."""
+    return next((text for text in texts if re.fullmatch("▁?[a-zA-Z]+", text)), texts[0])
 
 
 Machine = dict[int, dict[str, int]]
