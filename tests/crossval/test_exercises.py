@@ -2263,7 +2263,7 @@ CASES = {
             ("exchange", "What is exchanged with what"),
             ("reflected", "At which line"),
             ("each is turned", "What becomes what"),
-            ("wrong", "Rows become columns"),
+            ("wrong", "Follow one element"),
             (4, "A text is wanted"),
         ],
         [

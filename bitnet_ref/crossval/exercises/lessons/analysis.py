@@ -665,7 +665,10 @@ def squares(answer: Any) -> str:
         elif "transpo" not in text:
             mistakes.update(dict.fromkeys(words, sentence))
     expect_word(
-        text if isinstance(answer, str) else answer, stems, mistakes, "Rows become columns: what is the word for it?"
+        text if isinstance(answer, str) else answer,
+        stems,
+        mistakes,
+        "Follow one element (i, j) of a square: where does it go?",
     )
     return "Transposed, in tiles of 4 × 4."
 
@@ -780,13 +783,13 @@ def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
             raise Unanswered
         raise Wrong("Every tensor is equal, to the last bit: it makes no mistake on this prompt.")
     if not (np.isfinite(logits).all() and logits.any()):
-        raise Wrong("Too large: your engine's logits are nan, or all 0. A rounding is enough.")
+        raise Wrong("Too large: your engine's logits are nan, or all 0. A wrong rounding is enough.")
     cosine = as_number((right_logits * logits).sum() / np.linalg.norm(right_logits) / np.linalg.norm(logits))
     top1 = float((right_logits.argmax(-1) == logits.argmax(-1)).mean())
     if cosine <= 0.5 or top1 < 0.5:
         raise Wrong(
             f"Too large: the cosine is {cosine:.2f} (0.5 is noticed), top-1 agreement {top1:.0%} (50%). "
-            "A rounding is enough."
+            "A wrong rounding is enough."
         )
     comparison = compare(right, tensors, model.config, tokens)
     if comparison.first_divergence is None:
