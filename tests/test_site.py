@@ -316,25 +316,48 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
         assert not any(slide["wide"] and not slide["figure"] for slide in phone.run(script))
 
 
-def test_cells_that_only_import_have_no_slide():
-    site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
-    cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": [text]} for text in ("import a\n", "a = 1")]
-    (part,) = site_slides.parts_of({"cells": cells})
-    assert "import" not in part[2]
+def sections_of_slides():
+    """The HTML of each slide of all notebooks."""
+    for package in ("latex2mathml", "mdit_py_plugins"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
+    site_slides = importlib.import_module("site_slides")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = site_slides.page_of(json.loads(path.read_text(encoding="utf-8")))[1]
+        for section in re.split(r"(?=<section>)", page)[1:]:
+            yield path.stem, re.sub(r"base64,[^\"]*", "", section).replace("</section>", "")
 
 
-def test_no_slide_is_code_without_a_word():
+def test_no_slide_has_a_question_and_its_answer():
+    """Below a question stands nothing but the minutes of an exercise."""
+    asking = 0
+    for name, section in sections_of_slides():
+        ask = r"\?(</strong>)?</p>|<strong>([^<]*[Gg]uess|On paper|By hand first|Predict)"
+        if questions := [*re.finditer(ask, section)]:
+            below = section[questions[-1].start() :]
+            assert not re.search("<img|<pre|<table", below[below.index("</p>") :].split("<td>")[0]), (name, section)
+            asking += 1
+    assert asking > 100
+
+
+def test_slides_are_under_headings_without_setup_and_placeholders():
+    from bitnet_ref.crossval.exercises import EXERCISES
+
+    sections = list(sections_of_slides())
+    for name, section in sections:
+        assert re.match(
+            r'<section>\s*(<section>\s*)?<(h\d( class="again")?>([A-Z0-9]|<code>)|div class="figure")', section
+        ), name
+        assert "= setup()" not in section and "# TODO" not in section and "check(" not in section, (name, section)
+        for output in re.findall(r'<pre class="output">(.*?)</pre>', section, flags=re.DOTALL):
+            assert not re.search(r"^(.*: )?not? \w+ yet|exercises are right", output, flags=re.MULTILINE), name
+    assert sum("Your turn: about" in section for _, section in sections) == len(EXERCISES)
+
+
+def test_slides_keep_a_sentence_with_its_formula():
     site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
-    text = {"cell_type": "markdown", "source": ["# Title\n\nA first text.\n\n", "Then *this* sentence."]}
-    code = [
-        {"cell_type": "code", "metadata": {}, "outputs": [], "source": [f"import a\n{'b = 1;' * 9}\n" * lines]}
-        for lines in (6, 12, 12)
-    ]
-    ((*pages,),) = site_slides.slides_of({"cells": [text, *code]})
-    assert len(pages) > 2
-    for page in pages:
-        assert page[0].text or 'class="caption"' in page[0].html
-    assert not any("import" in part.html for page in pages for part in page)
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        for part in site_slides.parts_of(json.loads(path.read_text(encoding="utf-8"))):
+            assert not part.text.startswith("$$") and not part.text[:1].islower(), (path.stem, part.text)
 
 
 def test_tables_that_notebooks_print_are_tables_on_the_site():
