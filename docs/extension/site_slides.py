@@ -193,7 +193,7 @@ def goes_on(before, text):
     """Whether a paragraph belongs to the one before: below a heading, in a sentence, or a list of what is asked."""
     is_heading = before.startswith("#") and "\n" not in before
     is_listed = before.endswith((":", "?")) and re.match(r"[-|] ?|1\. ", text)
-    return is_heading or text.startswith("$$") or (before.endswith("$$") and text[0].islower()) or bool(is_listed)
+    return bool(is_heading or is_listed or text.startswith("$$") or text[0].islower())
 
 
 def shown_output(output):
