@@ -133,7 +133,7 @@ def parts_of(notebook):
         if cell["cell_type"] == "markdown":
             for text in paragraphs(source):
                 begins = text.startswith("#")
-                extra = text.count("\n- ") + text.count("$$") + 0.5 * text.count("\n|")  # lines that are not full
+                extra = text.count("\n- ") + text.count("$$") + 0.8 * text.count("\n|")  # lines that are not full
                 height = 1 + len(text) / LETTERS + extra + begins
                 yield Part(begins, height, MARKDOWN.render(text), text)
             continue
@@ -192,7 +192,7 @@ def paragraphs(source):
 def goes_on(before, text):
     """Whether a paragraph belongs to the one before: below a heading, in a sentence, or a list of what is asked."""
     is_heading = before.startswith("#") and "\n" not in before
-    is_listed = before.endswith((":", "?")) and re.match(r"[-|] ?|1\. ", text)
+    is_listed = QUESTION.search(before) and re.match(r"[-|]|1\. ", text)
     return bool(is_heading or is_listed or text.startswith("$$") or text[0].islower())
 
 
@@ -205,7 +205,7 @@ def shown_output(output):
         yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
     elif "text/markdown" in data:
         text = "".join(data["text/markdown"]).replace("| None |", "| |")  # a guess that is not made
-        yield Part(False, 1 + 0.75 * text.count("\n"), MARKDOWN.render(text))
+        yield Part(False, 1 + 0.75 * text.count("\n"), f'<div class="output">{MARKDOWN.render(text)}</div>')
     elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
         yield Part(False, 1 + 0.75 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
 
