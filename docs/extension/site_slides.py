@@ -142,7 +142,7 @@ def parts_of(notebook):
         code = shown_code(source)
         lines = [line for line in code.splitlines() if line.strip() and not line.startswith(LEFT_OUT)]
         if lines and not cell["metadata"].get("jupyter", {}).get("source_hidden"):
-            height = 1 + 0.75 * (code.count("\n") + 1)
+            height = 1 + 0.65 * (code.count("\n") + 1)
             yield Part(False, height, highlight(code, PythonLexer(), HtmlFormatter(nowrap=False)))
         for output in cell["outputs"] if code else ():
             yield from shown_output(output)
@@ -203,11 +203,13 @@ def shown_output(output):
         alt = output["metadata"].get("image/png", {}).get("alt", "")
         picture = f"data:image/png;base64,{data['image/png'].strip()}"
         yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
+    elif "text/html" in data:
+        yield Part(False, LINES, f'<div class="output">{"".join(data["text/html"])}</div>')
     elif "text/markdown" in data:
         text = "".join(data["text/markdown"]).replace("| None |", "| |")  # a guess that is not made
-        yield Part(False, 1 + 0.75 * text.count("\n"), f'<div class="output">{MARKDOWN.render(text)}</div>')
+        yield Part(False, 1 + 0.65 * text.count("\n"), f'<div class="output">{MARKDOWN.render(text)}</div>')
     elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
-        yield Part(False, 1 + 0.75 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
+        yield Part(False, 1 + 0.65 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
 
 
 def page_of(notebook):
