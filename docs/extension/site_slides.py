@@ -33,7 +33,7 @@ INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
-FEW = 4  # lines that do not fill a slide: what follows joins them, and is made smaller or scrolls
+FEW = 4  # lines above a figure, which is made smaller
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
 QUESTION = re.compile(rf"\?\**\s*(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
 TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
@@ -107,7 +107,7 @@ def slides_of(notebook):
         elif (is_asked and not part.html.startswith(TURN)) or not has_room(slides[-1][-1], part, room):
             before, page = slides[-1][-1], []
             is_free = len(before) > 1 and before[-1].text and not is_asked and not part.text and not part.is_figure
-            if is_free and before[-1].height + min(part.height, LINES - FEW) < LINES:
+            if is_free and before[-1].height + part.height < LINES:
                 page = [before.pop()]
             slides[-1].append(page)
             room, is_asked = LINES - 1 - sum(each.height for each in page), False
@@ -118,12 +118,12 @@ def slides_of(notebook):
 
 
 def has_room(page, part, room):
-    """Whether a part goes on a page. One that is nearly full takes only what fits, or a line of output."""
+    """Whether a part goes on a page: what fits, a figure below a sentence, and a line of output."""
     if part.height <= room:
         return True
     if any(each.is_figure for each in page):
         return False
-    return room >= LINES - FEW or (not part.text and part.height < 2)
+    return room >= LINES - FEW if part.is_figure else not part.text and part.height < 2
 
 
 def parts_of(notebook):
