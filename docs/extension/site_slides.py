@@ -35,7 +35,8 @@ LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
 FEW = 4  # lines above a figure, which is made smaller
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
-QUESTION = re.compile(rf"\?\**\s*(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
+QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
+HELP = re.compile(r"\s?`check` says what is wrong with an answer[^.]*\.hint[^.]*\.")
 TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
 PLACEHOLDER = re.compile(
     r"^(.*: )?not? \w+ yet\b.*\n?", re.MULTILINE
@@ -179,8 +180,8 @@ def paragraphs(source):
     ['So:\\n\\n$$x$$\\n\\nis', 'More.']
     """
     whole = []
-    for text in source.split("\n\n"):
-        if not text.strip() or text.startswith(("[![", "`check` says")):
+    for text in HELP.sub("", source).split("\n\n"):
+        if not text.strip() or text.startswith("[!["):
             continue
         if whole and goes_on(whole[-1].rpartition("\n\n")[2], text):
             whole[-1] += f"\n\n{text}"
