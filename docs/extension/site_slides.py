@@ -38,9 +38,8 @@ TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run
 QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
 HELP = re.compile(r"\s?`check` says what is wrong with an answer[^.]*\.hint[^.]*\.")
 TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
-PLACEHOLDER = re.compile(
-    r"^(.*: )?not? \w+ yet\b.*\n?", re.MULTILINE
-)  # a line of output before an exercise is answered
+# Lines of output that say that an exercise is not answered, or how far a loop is
+PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
 LEFT_OUT = ("assert ", "show(", "%", "#", ")", "    ")  # a cell of such lines alone has no slide
 TURN = '<p class="turn">'
 MARKDOWN = (
@@ -180,7 +179,7 @@ def paragraphs(source):
     ['So:\\n\\n$$x$$\\n\\nis', 'More.']
     """
     whole = []
-    for text in HELP.sub("", source).split("\n\n"):
+    for text in re.split(r"\n\n+", HELP.sub("", source)):
         if not text.strip() or text.startswith("[!["):
             continue
         if whole and goes_on(whole[-1].rpartition("\n\n")[2], text):
