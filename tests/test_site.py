@@ -1,6 +1,7 @@
 """The site: what it documents is all that is public, its pictures are true, and every link leads somewhere."""
 
 import doctest
+import functools
 import importlib
 import inspect
 import json
@@ -268,7 +269,7 @@ def test_figures_of_notebooks_have_their_texts_on_the_site():
 @pytest.mark.thorough
 @needs_chromium
 def test_slides_are_slides_and_need_no_network(tmp_path):
-    """Opened as files, without a server. A figure has a sentence at most; few slides scroll, and none to the side."""
+    """Opened as files, without a server. A figure has a heading and a sentence at most; few slides scroll, and none to the side."""
     for package in ("latex2mathml", "mdit_py_plugins"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
     site_slides = importlib.import_module("site_slides")
@@ -306,7 +307,7 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
             figures = [figure for slide in seen for figure in slide["figure"]]
             pictures = path.read_text(encoding="utf-8").count('"image/png": "')
             assert len(figures) == pictures > 1
-            assert all(len(alt) > 20 and 300 < height < 720 and parts <= 2 for alt, height, parts in figures)
+            assert all(len(alt) > 20 and 300 < height < 720 and parts <= 3 for alt, height, parts in figures)
             assert all(url.startswith(("file://", "data:")) for url in page.requested)
             assert page.run("document.querySelector('.back').getAttribute('href')") == "index.html"
             assert page.problems == []
@@ -316,25 +317,46 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
         assert not any(slide["wide"] and not slide["figure"] for slide in phone.run(script))
 
 
-def test_cells_that_only_import_have_no_slide():
-    site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
-    cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": [text]} for text in ("import a\n", "a = 1")]
-    (part,) = site_slides.parts_of({"cells": cells})
-    assert "import" not in part[2]
+@functools.cache
+def html_of_slides():
+    """[(notebook, HTML of one slide without its pictures)]"""
+    for package in ("latex2mathml", "mdit_py_plugins"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
+    site_slides = importlib.import_module("site_slides")
+    slides = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = site_slides.page_of(json.loads(path.read_text(encoding="utf-8")))[1]
+        page = re.sub(r"base64,[^\"]*", "", page[page.index("<section>") :])
+        slides += [(path.stem, slide) for slide in page.split("<section>") if slide]
+    return slides
 
 
-def test_no_slide_is_code_without_a_word():
+def test_no_slide_has_a_question_and_its_answer():
+    asking = 0
+    for name, slide in html_of_slides():
+        questions = [*re.finditer(r"\?(</strong>)?</p>|<strong>([^<]*[Gg]uess|On paper|By hand first|Predict)", slide)]
+        if questions:
+            assert not re.search("<img|<pre", slide[questions[-1].end() :]), (name, slide)
+            asking += 1
+    assert asking > 100
+
+
+def test_slides_have_headings_and_no_placeholders():
+    """Each exercise stands with its minutes, and without the code and the check that a student would run."""
+    for name, slide in html_of_slides():
+        assert re.match(r'<h\d( class="again")?>([A-Z0-9]|<code>)|<div class="figure">', slide), (name, slide)
+        assert not re.search(r"= setup\(\)|# TODO", slide), (name, slide)
+        for output in re.findall(r'<pre class="output">(.*?)</pre>', slide, flags=re.DOTALL):
+            assert not re.search(r"^(.*: )?not? \w+ yet|exercises are right", output, flags=re.MULTILINE), name
+    tasks = sum(slide.count("Your turn: about") for _, slide in html_of_slides())
+    assert tasks == len(importlib.import_module("bitnet_ref.crossval.exercises.teacher").EXERCISES)
+
+
+def test_slides_cut_no_sentence():
     site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
-    text = {"cell_type": "markdown", "source": ["# Title\n\nA first text.\n\n", "Then *this* sentence."]}
-    code = [
-        {"cell_type": "code", "metadata": {}, "outputs": [], "source": [f"import a\n{'b = 1;' * 9}\n" * lines]}
-        for lines in (6, 12, 12)
-    ]
-    ((*pages,),) = site_slides.slides_of({"cells": [text, *code]})
-    assert len(pages) > 2
-    for page in pages:
-        assert page[0].text or 'class="caption"' in page[0].html
-    assert not any("import" in part.html for page in pages for part in page)
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        for part in site_slides.parts_of(json.loads(path.read_text(encoding="utf-8"))):
+            assert not re.match(r"\$\$|[a-z]+[ ,]", part.text), (path.stem, part.text)
 
 
 def test_tables_that_notebooks_print_are_tables_on_the_site():

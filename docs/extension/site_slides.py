@@ -2,8 +2,9 @@
 
     python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
 
-A heading begins a slide, and what does not fit on it goes on below. A figure has a slide of its own, with a
-sentence at most. Imports, cells that only assert, and the code of figures are left out; a long source scrolls.
+A heading begins a slide, and what does not fit on it goes on below, under the same heading. A question ends its slide.
+An exercise is its task and its minutes. A figure has a slide of its own, with a sentence at most. Imports, setup,
+checks, cells that only assert, and the code of figures are left out; a long source scrolls.
 Without npm the site has no slides, and the build says so.
 """
 
@@ -25,13 +26,22 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 from site_playground import ROOT, download
 
+from bitnet_ref.crossval.exercises.teacher import exercises_in
+
 REVEAL = "reveal.js@5.2.1"
 INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2qD+7ZPZEbpBDhdRhJaFgfQ7zNQ=="
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
-FEW = 4  # lines that do not fill a slide: what follows joins them, and is made smaller or scrolls
+FEW = 4  # lines above a figure, which is made smaller
+TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
+QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
+HELP = re.compile(r"\s?`check` says what is wrong with an answer[^.]*\.hint[^.]*\.")
+TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
+# Lines of output that say that an exercise is not answered, or how far a loop is
+PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
 LEFT_OUT = ("assert ", "show(", "%", "#", ")", "    ")  # a cell of such lines alone has no slide
+TURN = '<p class="turn">'
 MARKDOWN = (
     MarkdownIt("commonmark")
     .enable("table")
@@ -78,55 +88,42 @@ class Part(NamedTuple):
     def is_figure(self):
         return 'class="figure"' in self.html
 
+    @property
+    def asks(self):
+        return bool(QUESTION.search(self.text)) or self.html.startswith(TURN)
+
 
 def slides_of(notebook):
     """Slides, each a list of pages that follow downwards; a page is a list of parts.
 
-    Code that has no room takes the text before it to its page. Where that has no room either, or begins the slide, its
-    last sentence stands there again; where there is none, the slide's heading.
+    A question ends its page; only the minutes of an exercise follow it. Code that has no room takes the text before it
+    to its page, where that is not all of the page before.
     """
-    slides, room, heading = [], 0, ""
+    slides, room, is_asked = [], 0, False
     for part in parts_of(notebook):
         if part.begins:
             slides.append([[]])
-            room, heading = LINES, part.text.partition("\n")[0].lstrip("# ")
-        elif not has_room(slides[-1][-1], part, room):
+            room, is_asked = LINES, False
+        elif (is_asked and not part.html.startswith(TURN)) or not has_room(slides[-1][-1], part, room):
             before, page = slides[-1][-1], []
-            if not part.text and not part.is_figure:
-                is_free = len(before) > 1 and before[-1].text
-                if is_free and before[-1].height + min(part.height, LINES - FEW) <= LINES:
-                    page = [before.pop()]
-                else:
-                    page = [caption(last_sentence(before[-1].text) or heading)]
+            is_free = len(before) > 1 and before[-1].text and not is_asked and not part.text and not part.is_figure
+            if is_free and before[-1].height + part.height < LINES:
+                page = [before.pop()]
             slides[-1].append(page)
-            room = LINES - sum(each.height for each in page)
+            room, is_asked = LINES - 1 - sum(each.height for each in page), False
         slides[-1][-1].append(part)
         room -= part.height
+        is_asked = is_asked or part.asks
     return slides
 
 
 def has_room(page, part, room):
-    """Whether a part goes on a page. One that is nearly full takes only what fits, or a line of output."""
+    """Whether a part goes on a page: what fits, a figure below a sentence, and a line of output."""
     if part.height <= room:
         return True
     if any(each.is_figure for each in page):
         return False
-    return room >= LINES - FEW or (not part.text and part.height < 2)
-
-
-def caption(text):
-    return Part(False, 1, f'<div class="caption">{MARKDOWN.render(text)}</div>')
-
-
-def last_sentence(text):
-    """The last sentence of a text; empty where it ends in a table, a list or a formula.
-
-    >>> last_sentence("One. Now *two*:")
-    'Now *two*:'
-    """
-    lines = text.strip().rpartition("\n\n")[2].split("\n")
-    is_plain = not any(line.startswith(("|", "-", "$$", "#", "  ")) for line in lines)
-    return re.split(r"(?<=[.?!]) (?=\W*[A-Z])", " ".join(lines))[-1] if is_plain else ""
+    return room >= LINES - FEW if part.is_figure else not part.text and part.height < 2
 
 
 def parts_of(notebook):
@@ -136,24 +133,28 @@ def parts_of(notebook):
         if cell["cell_type"] == "markdown":
             for text in paragraphs(source):
                 begins = text.startswith("#")
-                height = 1 + len(text) / LETTERS + text.count("\n- ") + begins
+                extra = text.count("\n- ") + text.count("$$") + 0.8 * text.count("\n|")  # lines that are not full
+                height = 1 + len(text) / LETTERS + extra + begins
                 yield Part(begins, height, MARKDOWN.render(text), text)
             continue
-        hidden = cell["metadata"].get("jupyter", {}).get("source_hidden")
-        code = without_imports(source)
+        if exercises := exercises_in(cell):
+            yield Part(False, 1, f"{TURN}Your turn: about {sum(each.minutes for each in exercises)} minutes</p>")
+        code = shown_code(source)
         lines = [line for line in code.splitlines() if line.strip() and not line.startswith(LEFT_OUT)]
-        if lines and not hidden:
-            height = 1 + 0.75 * (code.count("\n") + 1)
+        if lines and not cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            height = 1 + 0.65 * (code.count("\n") + 1)
             yield Part(False, height, highlight(code, PythonLexer(), HtmlFormatter(nowrap=False)))
-        for output in cell["outputs"]:
+        for output in cell["outputs"] if code else ():
             yield from shown_output(output)
 
 
-def without_imports(source):
-    """The code of a cell without its imports, where Python can read it.
+def shown_code(source):
+    """The code of a cell without imports and checks, where Python can read it; empty for the cell of the setup.
 
-    >>> without_imports("import os\\n\\nx = 1")
+    >>> shown_code("import os\\n\\nx = 1")
     'x = 1'
+    >>> shown_code("answer = None  # TODO\\ncheck('1.1', answer)")
+    ''
     """
     lines = source.splitlines()
     try:
@@ -161,18 +162,38 @@ def without_imports(source):
     except SyntaxError:  # a line for IPython
         return source
     for each in statements:
-        if isinstance(each, ast.Import | ast.ImportFrom):
-            lines[each.lineno - 1 : each.end_lineno] = [None] * (each.end_lineno - each.lineno + 1)
+        span = slice(each.lineno - 1, each.end_lineno)
+        text = "\n".join(line or "" for line in lines[span])
+        if text == "show = setup()":
+            return ""
+        if isinstance(each, ast.Import | ast.ImportFrom) or TO_ANSWER.search(text):
+            lines[span] = [None] * (each.end_lineno - each.lineno + 1)
     code = "\n".join(line for line in lines if line is not None)
     return re.sub(r"\n\n\n+", "\n\n", code).strip("\n")
 
 
 def paragraphs(source):
-    """A cell's text cut at empty lines, without the badges; a heading stays with what follows it."""
-    parts = [part for part in source.split("\n\n") if not part.startswith("[![") and part.strip()]
-    while parts:
-        part = parts.pop(0)
-        yield f"{part}\n\n{parts.pop(0)}" if part.startswith("#") and "\n" not in part and parts else part
+    """A cell's text cut at empty lines, but not within a sentence, and without the badges and the help to `check`.
+
+    >>> list(paragraphs("So:\\n\\n$$x$$\\n\\nis\\n\\nMore."))
+    ['So:\\n\\n$$x$$\\n\\nis', 'More.']
+    """
+    whole = []
+    for text in re.split(r"\n\n+", HELP.sub("", source)):
+        if not text.strip() or text.startswith("[!["):
+            continue
+        if whole and goes_on(whole[-1].rpartition("\n\n")[2], text):
+            whole[-1] += f"\n\n{text}"
+        else:
+            whole.append(text)
+    return whole
+
+
+def goes_on(before, text):
+    """Whether a paragraph belongs to the one before: below a heading, in a sentence, or a list of what is asked."""
+    is_heading = before.startswith("#") and "\n" not in before
+    is_listed = QUESTION.search(before) and re.match(r"[-|]|1\. ", text)
+    return bool(is_heading or is_listed or text.startswith("$$") or text[0].islower())
 
 
 def shown_output(output):
@@ -182,11 +203,13 @@ def shown_output(output):
         alt = output["metadata"].get("image/png", {}).get("alt", "")
         picture = f"data:image/png;base64,{data['image/png'].strip()}"
         yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
+    elif "text/html" in data:
+        yield Part(False, LINES, f'<div class="output">{"".join(data["text/html"])}</div>')
     elif "text/markdown" in data:
-        text = "".join(data["text/markdown"])
-        yield Part(False, 1 + 0.75 * text.count("\n"), MARKDOWN.render(text))
-    elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
-        yield Part(False, 1 + 0.75 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
+        text = "".join(data["text/markdown"]).replace("| None |", "| |")  # a guess that is not made
+        yield Part(False, 1 + 0.65 * text.count("\n"), f'<div class="output">{MARKDOWN.render(text)}</div>')
+    elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
+        yield Part(False, 1 + 0.65 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
 
 
 def page_of(notebook):
@@ -194,7 +217,12 @@ def page_of(notebook):
     title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
     slides = []
     for pages in slides_of(notebook):
-        inner = "".join(f"<section>{''.join(part.html for part in page)}</section>\n" for page in pages)
+        heading = re.search(r"<h\d>(.*)</h\d>", pages[0][0].html)[1]
+        inner = ""
+        for number, page in enumerate(pages):
+            goes_on_below = number > 0 and not page[0].is_figure
+            above = f'<h2 class="again">{heading}</h2>' if goes_on_below else ""
+            inner += f"<section>{above}{''.join(part.html for part in page)}</section>\n"
         slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
 
