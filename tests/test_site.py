@@ -269,7 +269,7 @@ def test_figures_of_notebooks_have_their_texts_on_the_site():
 @pytest.mark.thorough
 @needs_chromium
 def test_slides_are_slides_and_need_no_network(tmp_path):
-    """Opened as files, without a server. A figure has a heading and a sentence at most; few slides scroll, and none to the side."""
+    """Opened as files, without a server. A figure has a heading and a sentence at most; few slides scroll."""
     for package in ("latex2mathml", "mdit_py_plugins"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
     site_slides = importlib.import_module("site_slides")

@@ -138,11 +138,11 @@ class Inspection:
     family: str | None = None
     parameters: int | None = None  # without scales; a packed byte is four, a tied head counts once
     nbytes: int = 0
-    metadata: dict[str, str] = field(default_factory=dict)
-    tensors: list[StoredTensor] = field(default_factory=list)
-    sizes: list[SizeOfKind] = field(default_factory=list)
-    ternary: list[TernaryMatrix] = field(default_factory=list)
-    tokenizer: TokenizerFacts | None = None
+    metadata: dict[str, str] = field(default_factory=dict, repr=False)
+    tensors: list[StoredTensor] = field(default_factory=list, repr=False)
+    sizes: list[SizeOfKind] = field(default_factory=list, repr=False)
+    ternary: list[TernaryMatrix] = field(default_factory=list, repr=False)
+    tokenizer: TokenizerFacts | None = field(default=None, repr=False)
     stop_token_ids: tuple[int, ...] = ()  # generation ends on any of these
     header_only: bool = False  # a .safetensors file without a configuration: no model, just tensors
     findings: list[Finding] = field(default_factory=list)
