@@ -64,13 +64,19 @@ def test_what_is_no_notebook_is_refused(content, tmp_path):
     (tmp_path / "no.ipynb").write_text(content)
     result = invoke("grade", tmp_path / "no.ipynb")
     assert result.exit_code == 3
-    assert "notebook" in result.stderr
+    assert "no.ipynb: not graded: is no" in result.stdout
 
 
-def test_a_notebook_of_another_course_is_refused(tmp_path):
-    result = invoke("grade", write_notebook(tmp_path / "other.ipynb", "print(1)"))
+def test_a_file_that_cannot_be_graded_stops_no_other(tmp_path):
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    other = write_notebook(tmp_path / "other.ipynb", "print(1)")
+    mine = write_notebook(tmp_path / "mine.ipynb", 'quiz = None\ncheck("1.quiz", quiz)')
+    result = invoke("grade", "--json", other, mine)
     assert result.exit_code == 3
-    assert "no exercise of the course" in result.stderr
+    refused, graded = json.loads(result.stdout)["notebooks"]
+    assert "no exercise of the course" in refused["errors"][0]
+    assert (refused["of"], graded["lesson"], graded["of"]) == (0, "1", 16)
 
 
 def test_teachers_get_solutions_and_a_plan(tmp_path):

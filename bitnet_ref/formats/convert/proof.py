@@ -110,7 +110,7 @@ class Proof:
         """What came back rounded, in words."""
         tallies = (("scales", self.scales), ("other tensors", self.tensors))
         words = [
-            f"{tally.total - tally.equal} {kind} (by {tally.largest:.1e} of their size at most)"
+            f"{tally.total - tally.equal} of the {kind} (by at most {tally.largest:.1e} of their size)"
             for kind, tally in tallies
             if tally.equal < tally.total
         ]
