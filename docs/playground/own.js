@@ -1,6 +1,6 @@
 // "Your own model": files go to the worker, which answers with what it read and wrote.
 
-import { settings } from "./main.js";
+import { seedProblem, settings } from "./main.js";
 
 let worker = null, opened = null;
 
@@ -66,6 +66,7 @@ $("own-files").onchange = () => open($("own-files").files);
 $("own-form").onsubmit = (event) => {
   event.preventDefault();
   if (!$("own-prompt").value.trim()) return say("The field is empty: write a beginning.", true);
+  if (seedProblem()) return say(seedProblem(), true);
   $("own-text").textContent = $("own-speed").textContent = "";
   say(describe(opened));
   ask({ write: $("own-prompt").value, settings: settings() });
