@@ -1,6 +1,6 @@
 // "Can you see the bug?": two texts, one by a model with a mistake. Five rounds, and a score of those that can be seen.
 
-import { VISIBLE, mean, pause, state, work, writeOn } from "./main.js";
+import { VISIBLE, mean, pause, shorten, state, work, writeOn } from "./main.js";
 import { Model, divergence, uniforms } from "./model.js";
 
 const ROUNDS = 5, TOKENS = 32, SAMPLING = { temperature: 0.6, top_k: 40 };
@@ -38,7 +38,7 @@ async function play() {
   Object.assign(game, { round: game.round + 1, broken, bug, isSame: wrong.text === right.text, nats: mean(nats) });
   for (const side of ["a", "b"]) {
     $(`name-${side}`).textContent = `Text ${side.toUpperCase()}`;
-    $(`game-${side}`).textContent = texts[side];
+    $(`game-${side}`).textContent = shorten(texts[side]);
     $(`choose-${side}`).hidden = false;
   }
   $("game-texts").hidden = false;

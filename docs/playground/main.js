@@ -24,6 +24,7 @@ globalThis.playground = state; // for the console, and for the tests
 const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens"];
 export const seedProblem = () => ($("seed").checkValidity() ? "" : `The seed must be a whole number from 0 to ${2 ** 32 - 1}.`);
 export const settings = () => Object.fromEntries([...SLIDERS, "seed"].map((name) => [name, Number($(name).value)]));
+export const shorten = (text) => text.replace(/\n{3,}/g, (lines) => `\n⏎ × ${lines.length}\n`); // a broken model can write many
 export const mean = (values) => values.reduce((a, b) => a + b) / values.length;
 export const pause = () => new Promise((resolve) => setTimeout(resolve));
 export const name = (id) => visible(state.tokenizer.text(id));
@@ -283,7 +284,7 @@ function describeTexts(right, wrong) {
   if (mean(state.broken.nats) >= VISIBLE) return "";
   const same = countSame(right, wrong);
   if (same === right.length) return "This mistake is too small to see: the texts are the same.";
-  const [ours, theirs] = [state.reading, state.broken.reading].map(({ logits }) => percent(softmax(logits[state.given + same - 1])[right[same]]));
+  const [ours, theirs] = [state.reading, state.broken.reading].map(({ logits }) => `${(100 * softmax(logits[state.given + same - 1])[right[same]]).toPrecision(3)}%`);
   return `This mistake is too small to see. One choice fell on the other side, and the text went on from there; it is not worse. “${name(right[same])}” has a probability of ${ours} by the right model, and of ${theirs} by the broken one.`;
 }
 
@@ -294,7 +295,7 @@ function showTexts(right, wrong) {
   for (const [id, ids] of [["right-text", right], ["broken-text", wrong]]) {
     const begin = state.tokenizer.decode([...given, ...ids.slice(0, same)]);
     const rest = state.tokenizer.decode([...given, ...ids]).slice(begin.length);
-    $(id).replaceChildren(make("span", { className: "same", textContent: begin }), rest);
+    $(id).replaceChildren(make("span", { className: "same", textContent: shorten(begin) }), shorten(rest));
   }
 }
 
