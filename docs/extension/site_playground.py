@@ -147,8 +147,8 @@ def write_playground(folder):
             model, data = export_graph(checkpoint, Path(temporary), graph_type, inner)
             if weights is None:
                 weights, matrices = data, list(describe_matrices(model, config))
-                embedding = next(t for t in model.graph.initializer if t.name == "model.embed_tokens.weight")
-                places = {entry.key: int(entry.value) for entry in embedding.external_data if entry.key != "location"}
+                table = next(t for t in model.graph.initializer if t.name == "model.embed_tokens.weight")
+                embedding = {each.key: int(each.value) for each in table.external_data if each.key != "location"}
             assert data == weights, f"{name}: every graph reads the same file of weights"
             write_compressed(folder / f"{name}.onnx.gz", model.SerializeToString(deterministic=True))
         write_compressed(folder / "storyteller.onnx.data.gz", weights)
@@ -170,7 +170,7 @@ def write_playground(folder):
         "banned": json.loads(checkpoint.tokenizer_files()["generation_config.json"]).get("bad_words_ids", []),
         "readBy": READ_BY,
         "linears": {part: linear_name(0, part).split(".")[2] for part in NAMES},
-        "embedding": places,
+        "embedding": embedding,
         "matrices": matrices,
         "bugs": [describe_bug(name, bug) for name, bug in BUGS.items()],
         "vocabulary": {"pieces": pieces.pieces, "scores": pieces.scores, "types": pieces.types},

@@ -14,8 +14,8 @@ function look() {
   if (!integers) return null;
   const values = Array.from(integers, (value) => value - 128), heads = reading.inner["blocks.0.attn.hook_pattern"][at];
   const largest = heads.map((shares) => Math.max(...shares)), share = Math.min(...largest), head = largest.indexOf(share), pattern = heads[head];
-  const next = distribution(reading.logits[at], { temperature: 0 })[0].id;
-  return { token: name(reading.ids[at]), at, values, head, pattern, scale: reading.inner[`${HIDDEN}.hook_x_scale`][at][0], share, read: name(reading.ids[pattern.indexOf(share)]), next: name(next) };
+  const most = pattern.indexOf(share), read = most === at ? "itself" : `“${name(reading.ids[most])}”`, next = distribution(reading.logits[at], { temperature: 0 })[0].id;
+  return { token: name(reading.ids[at]), at, values, head, pattern, scale: reading.inner[`${HIDDEN}.hook_x_scale`][at][0], share, read, next: name(next) };
 }
 
 const integers = (part) => Array.from(state.reading.inner[`blocks.0.${part}.hook_x_int8`][state.at], (value) => value - 128);
@@ -48,7 +48,7 @@ const STEPS = [
   ["Eight bits", (it) => `The largest number becomes 127 or −127, the others are multiplied by the same scale and rounded.${it ? ` The scale of “${it.token}” is 127 divided by its largest number: ${it.scale.toPrecision(4)}. ${it.values.filter((value) => value === 0).length} of its 256 numbers became 0.` : ""}`],
   ["Three ternary products", () => `Matrices of −1, 0 and +1 make a query, a key and a value. ${state.weights ? countWeights() : ""} The sum is an integer, exact in any order. One scale of the matrix turns it back into a number.`],
   ["RoPE", (it) => `Queries and keys are turned by an angle that grows with the place of the token${it ? `, here ${it.at}: of the 64 numbers of a head the first pair by ${it.at} radians, the last by ${angles().at(-1).toPrecision(2)}` : ""}. So their product depends only on how far apart the two tokens are.`],
-  ["Attention", (it) => `The query is compared with the keys of all tokens up to its own. The shares add up to 1, and the values are averaged by them.${it ? ` In head ${it.head}, which spreads its shares the most, “${it.token}” reads “${it.read}” most: ${it.share.toFixed(2)}.` : ""} BitNet does this in floats.`],
+  ["Attention", (it) => `The query is compared with the keys of all tokens up to its own. The shares add up to 1, and the values are averaged by them.${it ? ` In head ${it.head}, which spreads its shares the most, “${it.token}” reads ${it.read} most: ${it.share.toFixed(2)}.` : ""} BitNet does this in floats.`],
   ["Back into the stream", () => "The four heads are laid side by side, normed and rounded to int8 once more, and another ternary matrix makes 256 numbers of them. They are added to the stream: what was there stays."],
   ["Feed-forward", (it) => `Each token is computed by itself: 768 numbers, where relu² makes the negative ones 0 and squares the others, times 768 more, and back to 256. After six layers the head compares the stream with all tokens.${it ? ` After “${it.token}” it finds “${it.next}” the likeliest.` : ""}`],
 ];
@@ -64,18 +64,23 @@ const PLOTS = {
   8: (it) => [integers("mlp.down_proj"), `the 768 products of “${it.token}”, as integers into down_proj`],
 };
 
-// A token that attention reads, with its share below it: blue, as in the panel of attention.
-function showShare(share, i) {
-  const text = name(state.reading.ids[i]), element = make("span", { textContent: text, title: `${text}: ${share.toFixed(3)}` });
-  element.style.borderColor = `color-mix(in srgb, var(--s0) ${100 * share}%, var(--line))`;
-  return element;
+// The tokens that attention reads, with their shares below them: blue, as in the panel of attention.
+function showShares({ token, pattern, share: largest }) {
+  const elements = Array.from(pattern, (share, i) => {
+    const text = name(state.reading.ids[i]), element = make("span", { textContent: text, title: `${text}: ${share.toFixed(3)}` });
+    element.style.borderColor = `color-mix(in srgb, var(--s0) ${(100 * share) / largest}%, var(--line))`;
+    return element;
+  });
+  $("tour-shares").replaceChildren(...elements);
+  $("tour-detail").textContent = `What “${token}” reads: the bluer below a token, the larger its share, up to ${largest.toFixed(2)}.`;
 }
 
 function draw(it) {
-  $("tour-shares").replaceChildren(...(it && step === 6 ? [...it.pattern].map((share, i) => showShare(share, i)) : []));
   const [values, text] = (it && PLOTS[step]?.(it)) ?? [[], ""], largest = Math.max(...values.map(Math.abs));
   $("tour-plot").hidden = !values.length;
   $("tour-detail").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}: ${Math.min(...values) < 0 ? `blue below 0, orange above, up to ±${Number(largest.toPrecision(3))}` : `up to ${Number(largest.toPrecision(2))}`}.`;
+  $("tour-shares").replaceChildren();
+  if (it && step === 6) return showShares(it);
   if (!values.length) return;
   $("tour-plot").setAttribute("aria-label", `${values.length} numbers`);
   const size = Math.min(16, $("tour-plot").clientWidth / COLUMNS), [context] = prepare($("tour-plot"), Math.ceil(values.length / COLUMNS) * size);
