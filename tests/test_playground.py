@@ -438,7 +438,7 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
         ("weights", "ArrowRight", "weights-detail", "Output 0, input 1"),
         ("int8", "ArrowRight", "int8-detail", "Number 1 is"),
         ("attention", "Home", "attention-detail", "(token 1) reads"),
-        ("kl", "ArrowRight", "kl-detail", "After ␣upon"),
+        ("kl", "ArrowRight", "kl-detail", "After “␣upon”"),
     ):
         page.run(f"$('{plot}').focus()")
         page.press(key)

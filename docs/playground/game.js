@@ -1,6 +1,6 @@
 // "Can you see the bug?": two texts, one by a model with a mistake. Five rounds, and a score of those that can be seen.
 
-import { VISIBLE, mean, pause, shorten, state, work, writeOn } from "./main.js";
+import { SCALE, VISIBLE, mean, pause, shorten, state, work, writeOn } from "./main.js";
 import { Model, divergence, uniforms } from "./model.js";
 
 const ROUNDS = 5, TOKENS = 32, SAMPLING = { temperature: 0.6, top_k: 40 };
@@ -57,7 +57,7 @@ function answer(side) {
   const note = counts ? "" : " Nobody can see this one by reading, so it does not count.";
   const score = `${game.score} of ${game.counted} found.`;
   const end = game.round < ROUNDS ? "" : ` The game is over: guessing would find half. ${game.missed.length ? `You missed: ${game.missed.join("; ")}.` : "You missed none."} Comparing numbers finds all of them.`;
-  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. Its probabilities are ${nats.toFixed(4)} nats per token from the right ones (0 is the same, below ${VISIBLE} cannot be seen, above 2 is nonsense).${note} ${score}${end}`;
+  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. Its probabilities are ${nats.toFixed(4)} nats per token from the right ones (${SCALE}).${note} ${score}${end}`;
   for (const each of ["a", "b"]) $(`name-${each}`).textContent = `${each.toUpperCase()}: ${each === broken ? "broken" : "right"}`;
   $("choose-a").hidden = $("choose-b").hidden = true;
   $("game-next").hidden = false;

@@ -8,6 +8,7 @@ const SHOWN = 10; // of the likeliest tokens
 const ZOOM = 16; // weights across
 const READ_AFTER_MS = 300; // without a key
 export const VISIBLE = 0.01; // nats per token: a smaller mistake cannot be seen by reading
+export const SCALE = `0 is the same, below ${VISIBLE} cannot be seen, above 2 is nonsense`;
 export const state = {
   facts: null, tokenizer: null, ort: null, weights: null, graphs: {},
   model: null, // the right one
@@ -303,7 +304,7 @@ function showKl() {
   const { reading, nats } = state.broken, right = state.reading;
   const first = (logits) => distribution(logits, { temperature: 0 })[0].id;
   const others = right.logits.filter((logits, i) => first(logits) !== first(reading.logits[i])).length;
-  $("kl-facts").textContent = `Its likeliest next token is another one after ${others} of ${count(nats.length, "token")}. Its probabilities are ${mean(nats).toFixed(4)} nats per token from the right ones, at most ${Math.max(...nats).toFixed(3)} (KL divergence; 0 is the same).`;
+  $("kl-facts").textContent = `Its likeliest next token is another one after ${others} of ${count(nats.length, "token")}. Its probabilities are ${mean(nats).toFixed(4)} nats per token from the right ones, at most ${Math.max(...nats).toFixed(3)} (KL divergence: ${SCALE}).`;
   drawKl();
 }
 
@@ -327,7 +328,7 @@ function drawKl() {
   context.fillText(`nats after each token, at most ${largest.toPrecision(2)}`, 0, height + 8);
   const [right, wrong] = [state.reading, reading].map(({ logits }) => distribution(logits[state.at], { temperature: 1 })[0]);
   $("kl").setAttribute("aria-label", "KL divergence after each token. Arrow keys read the tokens.");
-  $("kl-detail").textContent = `After ${name(state.reading.ids[state.at])}: ${nats[state.at].toPrecision(3)} nats. Right: ${name(right.id)} ${percent(right.p)}; broken: ${name(wrong.id)} ${percent(wrong.p)}.`;
+  $("kl-detail").textContent = `After “${name(state.reading.ids[state.at])}”: ${nats[state.at].toPrecision(3)} nats. Right: ${name(right.id)} ${percent(right.p)}; broken: ${name(wrong.id)} ${percent(wrong.p)}.`;
 }
 
 // -- attention --------------------------------------------------------------------------------------------------------
@@ -403,7 +404,7 @@ function drawInt8() {
   context.lineWidth = 1.5;
   context.strokeRect((i % columns) * size, Math.floor(i / columns) * size, size - 1, size - 1);
   const zeros = values.filter((value) => value === 0).length;
-  $("int8-facts").textContent = `${name(reading.ids[state.at])}, the input of ${state.facts.readBy[part]}: ${values.length} numbers, ${percent(zeros / values.length)} are 0. Each is round(x × ${scale.toPrecision(4)}).`;
+  $("int8-facts").textContent = `“${name(reading.ids[state.at])}”, the input of ${state.facts.readBy[part]}: ${values.length} numbers, ${percent(zeros / values.length)} are 0. Each is round(x × ${scale.toPrecision(4)}).`;
   $("int8-detail").textContent = `Number ${i} is ${values[i]}: x was near ${(values[i] / scale).toPrecision(3)}.`;
   canvas.setAttribute("aria-label", `${values.length} integers. Arrow keys read them.`);
   drawHistogram(values);
