@@ -118,7 +118,7 @@ export function ban(logits, ids, sequences) {
 // models that are nearly the same choose the same token nearly always.
 export function choose(choices, uniform) {
   const times = choices.map(({ id, p }) => -Math.log(uniforms(uniform * 2 ** 32 + id * 7919).next().value) / p);
-  return choices[times.indexOf(Math.min(...times))].id;
+  return choices[times.indexOf(times.reduce((a, b) => Math.min(a, b)))].id;
 }
 
 // Numbers of [0, 1) for a seed (mulberry32). They are not Python's, so a seed gives another text than in the package.
