@@ -328,8 +328,72 @@ def test_the_sliders_give_the_packages_distributions(page):
     assert page.run("playground.reading.ids") == first  # the same seed
     page.click("#next button", 1)
     until_idle(page)
-    assert page.run("playground.reading.ids")[: len(first)] == first
+    path = page.run("playground.reading.ids")
+    assert path[: len(first)] == first
     assert page.run("playground.given") == len(first) + 1
+    assert page.run("$('prompt').value") == model("storyteller").tokenizer.decode(path[: len(first) + 1])
+    page.click("#write")  # goes on from the token that was chosen
+    until_idle(page)
+    assert page.run("playground.reading.ids") == path
+    seed = int(page.run("$('seed').value"))
+    page.click("#another")
+    until_idle(page)
+    assert int(page.run("$('seed').value")) == seed + 1
+    another = page.run("playground.reading.ids")
+    assert another[: len(first) + 1] == path[: len(first) + 1] != another
+    write(page, page.run("$('prompt').value"), temperature=0.8, top_k=5, max_tokens=4, seed=seed)
+    assert page.run("playground.reading.ids") == path
+
+
+@needs_chromium
+def test_a_draw_is_of_the_distribution_and_the_same_for_one_that_is_nearly_the_same(page):
+    script = """import('./model.js').then(({ choose, uniforms }) => {
+        const draws = uniforms(5), all = [];
+        for (let i = 0; i < 20000; i++) {
+            const u = draws.next().value;
+            all.push(%s.map((ps) => choose(ps.map((p, id) => ({ id, p })).sort((a, b) => b.p - a.p), u)));
+        }
+        return all;
+    })"""
+    right, near = [0.05, 0.34, 0.2, 0.41], [0.05, 0.38, 0.19, 0.38]
+    ids = np.array(page.run(script % json.dumps([right, near])))
+    for column, probabilities in zip(ids.T, (right, near), strict=True):
+        np.testing.assert_allclose(np.bincount(column) / len(ids), probabilities, atol=0.015)
+    distance = np.abs(np.subtract(right, near)).sum() / 2  # no two draws can differ less often
+    assert distance * 0.9 < (ids[:, 0] != ids[:, 1]).mean() < 2 * distance
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_a_mistake_that_is_too_small_to_see_is_said_to_be(page):
+    def break_it(name):
+        page.click("#bugs button", list(BUGS).index(name))
+        page.until("playground.broken !== null && !playground.busy", 60)
+        return page.text("#right-text"), page.text("#broken-text"), page.text("#texts-facts")
+
+    sampled = {"temperature": 0.8, "min_p": 0.1, "max_tokens": 8}
+    write(page, **sampled, seed=69)
+    right, broken, facts = break_it("bf16_accumulators")
+    assert right == broken
+    assert facts == "This mistake is too small to see: the texts are the same."
+    page.click("#look-broken")
+    assert "Choose one yourself" not in page.text("#next-facts")
+    assert page.run("[$('next').children.length, $('next').querySelectorAll('button').length]") == [10, 0]
+    page.click("#mend")
+    assert page.run("$('next').querySelectorAll('button').length") == 10
+    assert break_it("rope_missing")[2] == ""
+    write(page, **sampled, seed=42)
+    right, broken, facts = break_it("truncated")
+    assert right != broken
+    assert "One choice fell on the other side" in facts
+    logits = page.run("[playground.reading, playground.broken.reading].map((each) => [...each.logits[4]])")
+    first = page.run("playground.reading.ids[5]")
+    for row in logits:
+        assert f" of {100 * np.exp(log_softmax(np.array(row))[first]):#.3g}% by " in facts
+    page.run("$('temperature').value = 0; $('sampling').oninput()")  # the right text is then written anew, as the other
+    right, broken, _ = break_it("bf16_accumulators")
+    assert right == broken == model("storyteller").tokenizer.decode(page.run("playground.reading.ids"))
+    assert page.run("import('./main.js').then((m) => m.shorten('a\\n\\nb\\n\\n\\n\\nc'))") == "a\n\nb\n⏎ × 4\nc"
 
 
 @pytest.mark.thorough
@@ -374,7 +438,7 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
         ("weights", "ArrowRight", "weights-detail", "Output 0, input 1"),
         ("int8", "ArrowRight", "int8-detail", "Number 1 is"),
         ("attention", "Home", "attention-detail", "(token 1) reads"),
-        ("kl", "ArrowRight", "kl-detail", "After ␣upon"),
+        ("kl", "ArrowRight", "kl-detail", "After “␣upon”"),
     ):
         page.run(f"$('{plot}').focus()")
         page.press(key)
@@ -430,12 +494,23 @@ def test_the_first_text_plays_by_itself_and_an_empty_one_is_refused(browser, add
             assert [first.text(f"#{each}") for each in ("tokens", "facts", "next-facts", "next")] == [""] * 4
         first.click("#bugs button", 3)
         first.until("!playground.busy && $('break-facts').className.includes('problem')")
+        assert first.text("#banner") == ""  # it is told in one place
         assert first.run("$('break-facts').previousSibling === document.querySelectorAll('#bugs button')[3]")
         first.run("$('prompt').value = '中'; $('prompt').oninput()")
         first.until("!playground.busy && playground.given !== Infinity")
         assert "<0xE4> is a byte of a character" in first.text("#facts")
         assert first.text("#break-facts") == ""
-        write(first, max_tokens=2)
+        for seed in ("", "-5", "1.5", str(2**32)):
+            first.run(f"$('seed').value = '{seed}'; $('sampling').oninput()")
+            first.click("#write")
+            first.until("!playground.busy && $('banner').className === 'problem'")
+            assert (
+                first.text("#banner")
+                == first.text("#seed-problem")
+                == "The seed must be a whole number from 0 to 4294967295."
+            )
+        write(first, max_tokens=2, seed=2**32 - 1)
+        assert first.text("#banner") == first.text("#seed-problem") == ""
         assert "the model will always choose the first of these" in first.text("#next-facts")
 
 
@@ -444,15 +519,17 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
     m, ids = model("storyteller"), model("storyteller").tokenizer.encode(PROMPT)
     write(page, max_tokens=1)
     page.run("document.querySelectorAll('.token')[4].click()")  # the last that was given
-    _, seen = m.run_with_cache(ids, names_filter=["blocks.0.attn.q_proj.hook_x_int8", "blocks.0.attn.hook_pattern"])
+    names = ["blocks.0.attn.q_proj.hook_x_int8", "blocks.0.attn.hook_pattern", "hook_embed"]
+    _, seen = m.run_with_cache(ids, names_filter=names)
     weights = m.weights.layers[0].q_proj.ternary()[0]
-    pattern = seen["blocks.0.attn.hook_pattern"][0, -1]
+    pattern = min(seen["blocks.0.attn.hook_pattern"][:, -1], key=max)  # of the head that spreads the most
+    embedded = seen["hook_embed"][-1]
     zeros = int((seen["blocks.0.attn.q_proj.hook_x_int8"][-1] == 0).sum())
     expected = {
-        1: "the embedding",
+        1: f"up to ±{np.abs(embedded).max():.3g}",
         3: f" {zeros} of its 256 numbers became 0",
         4: f"adds {(weights > 0).sum()} of the 256 numbers, subtracts {(weights < 0).sum()}",
-        5: "place of the token, here 4",
+        5: f"by 4 radians, the last by {4 * 10000 ** (-62 / 64):.2g}",
         6: f"most: {pattern.max():.2f}",
         8: m.tokenizer.decode(m.generate(ids, max_tokens=1).token_ids).strip(),
     }
@@ -461,9 +538,10 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
     )
     for step in range(1, 9):
         assert page.text("#tour-step").startswith(f"{step} of 8")
-        assert expected.get(step, "") in page.text("#tour-text")
+        assert expected.get(step, "") in page.text("#tour-text") + page.text("#tour-detail")
         assert page.run("[...$('layer').querySelectorAll('.lit')].map((part) => part.dataset.step)") == [str(step)]
-        assert page.run("!$('tour-plot').hidden") == bool(page.text("#tour-detail")) == (step not in (1, 5))
+        assert page.run("!$('tour-plot').hidden") == (step != 6)
+        assert page.run("$('tour-shares').children.length") == (len(ids) if step == 6 else 0)
         assert page.run("[$('tour-back').disabled, $('tour-next').disabled]") == [step == 1, step == 8]
         page.run("$('tour-next').click()")
 
@@ -486,6 +564,8 @@ def test_the_game_counts_what_the_reader_finds(page):
         counted += counts
         found += right and counts
         answer = page.text("#game-answer")
+        names = [page.text(f"#name-{side}") for side in (game["broken"], other)]
+        assert names == [f"{game['broken'].upper()}: broken", f"{other.upper()}: right"]
         assert ("Nobody can see this one" in answer) != counts
         assert all(text.endswith(" ...") for text in texts)
         assert f"{found} of {counted} found" in answer
@@ -596,12 +676,14 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
     files = {"cut.gguf": data[:5000], "short.gguf": data[:-100], "text.gguf": b"no model", "empty.safetensors": b""}
     files |= {"README.md": b"# model", "cut.safetensors": b"12345678"}
     files["code3.gguf"] = data[:-66] + b"\xff" * 66
+    files["short.safetensors"] = (GOLDEN / "llama-dense" / "model.safetensors").read_bytes()[:-100]
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     golden = DATA / "families" / "qwen3-groups128"
     cases = {
         tmp_path / "cut.gguf": "beyond the end of the file|damaged or cut off",
-        tmp_path / "short.gguf": "goes beyond the end of the file",
+        tmp_path / "short.gguf": "goes beyond the end of the file: it is cut off, fetch it again",
+        tmp_path / "short.safetensors": "goes beyond the end of the file: it is cut off, fetch it again",
         tmp_path / "text.gguf": "^text.gguf is not a GGUF file",
         tmp_path / "README.md": "^README.md is not a model. Drop a .gguf or .safetensors file.$",
         tmp_path / "empty.safetensors": "^empty.safetensors is empty",
@@ -630,9 +712,9 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         assert f"one of {len(others) + 1} parts, and 1 is here" in drop(page, [first])
         assert "one of" in drop(page, others)
         x, y = page.run("""(() => {
-            $('own-drop').scrollIntoView({block: 'center'});
-            const box = $('own-drop').getBoundingClientRect();
-            return [box.left + 20, box.top + 20];
+            $('break-title').scrollIntoView({block: 'center'});  // anywhere on the page
+            const box = $('break-title').getBoundingClientRect();
+            return [box.left + 20, box.top + 5];
         })()""")
         data = {"items": [], "files": [str(each) for each in own_models["story.gguf"][0]], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):  # a file that is dropped with the pointer is run after all these

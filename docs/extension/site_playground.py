@@ -147,6 +147,8 @@ def write_playground(folder):
             model, data = export_graph(checkpoint, Path(temporary), graph_type, inner)
             if weights is None:
                 weights, matrices = data, list(describe_matrices(model, config))
+                table = next(t for t in model.graph.initializer if t.name == "model.embed_tokens.weight")
+                embedding = {each.key: int(each.value) for each in table.external_data if each.key != "location"}
             assert data == weights, f"{name}: every graph reads the same file of weights"
             write_compressed(folder / f"{name}.onnx.gz", model.SerializeToString(deterministic=True))
         write_compressed(folder / "storyteller.onnx.data.gz", weights)
@@ -159,6 +161,7 @@ def write_playground(folder):
             "heads": config.num_attention_heads,
             "kvHeads": config.num_key_value_heads,
             "headSize": config.head_dim,
+            "theta": config.rope.theta,
             "vocabulary": config.vocab_size,
             "context": config.max_position_embeddings,
         },
@@ -167,6 +170,7 @@ def write_playground(folder):
         "banned": json.loads(checkpoint.tokenizer_files()["generation_config.json"]).get("bad_words_ids", []),
         "readBy": READ_BY,
         "linears": {part: linear_name(0, part).split(".")[2] for part in NAMES},
+        "embedding": embedding,
         "matrices": matrices,
         "bugs": [describe_bug(name, bug) for name, bug in BUGS.items()],
         "vocabulary": {"pieces": pieces.pieces, "scores": pieces.scores, "types": pieces.types},

@@ -5,6 +5,7 @@ import { roundHalfToEven } from "./transformer.js";
 import { BytePairTokenizer, Tokenizer, readSentencePieces } from "./tokenizer.js";
 
 const MAX_HEADER = 64 << 20, MAX_TENSORS = 1 << 17, MAX_KEYS = 1 << 16, MAX_CONTEXT = 2048, CONVERT = "`bitnet-ref convert FILE OUT --to native` writes a file that it can";
+const CUT = "goes beyond the end of the file: it is cut off, fetch it again";
 const ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"], FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"];
 const LINEARS = [...ATTENTION.map((part) => `attn.${part}`), ...FEED_FORWARD.map((part) => `mlp.${part}`)];
 const round = Math.fround;
@@ -308,7 +309,7 @@ class Cursor {
     Object.assign(this, { bytes, name, at: 0, view: new DataView(bytes.buffer) });
   }
   take(size) {
-    if (!(size <= this.bytes.length - this.at)) throw new Error(`${this.name}: the header is damaged or cut off near byte ${this.at}`);
+    if (!(size <= this.bytes.length - this.at)) throw new Error(`${this.name}: the header is damaged or cut off near byte ${this.at}: fetch the file again`);
     this.at += size;
     return this.at - size;
   }
@@ -384,7 +385,7 @@ class Gguf extends Reader {
       const [kind, values, bytes] = TYPES[tensor.type], total = tensor.shape.reduce((a, b) => a * b, 1);
       Object.assign(tensor, { kind, size: (total / values) * bytes + (kind === "I2_S" ? I2_S_TAIL : 0) });
       if (tensor.shape.at(-1) % values) throw this.refuse(name, `rows of ${tensor.shape.at(-1)} are no whole blocks of ${kind}`);
-      if (tensor.start + tensor.size > tensor.file.size) throw this.refuse(name, "goes beyond the end of the file");
+      if (tensor.start + tensor.size > tensor.file.size) throw this.refuse(name, CUT);
     }
     const starts = [...this.tensors.values()].sort((a, b) => a.start - b.start);
     for (const [name, { kind, file, start, size }] of this.tensors) {
@@ -563,7 +564,8 @@ class Safetensors extends Reader {
       const expected = this.expect(name, shape, "a list of whole numbers").reduce((a, b) => a * b, 1) * SIZES[dtype];
       if (!Object.hasOwn(SIZES, dtype)) throw this.refuse(name, `is ${quote(dtype)}, which this page does not read`);
       const [begin, end] = this.expect(name, place, "a list of whole numbers");
-      if (end - begin !== expected || place.length !== 2 || 8 + size + end > file.size) throw this.refuse(name, `bytes ${begin} to ${end} for ${dtype} of shape ${shape}`);
+      if (end - begin !== expected || place.length !== 2) throw this.refuse(name, `bytes ${begin} to ${end} for ${dtype} of shape ${shape}`);
+      if (8 + size + end > file.size) throw this.refuse(name, CUT);
       this.addTensor(name, { dtype, shape, data_offsets: place, file, start: 8 + size });
     }
   }

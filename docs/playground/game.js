@@ -1,9 +1,9 @@
 // "Can you see the bug?": two texts, one by a model with a mistake. Five rounds, and a score of those that can be seen.
 
-import { pause, state, work, writeOn } from "./main.js";
+import { SCALE, VISIBLE, mean, pause, shorten, state, work, writeOn } from "./main.js";
 import { Model, divergence, uniforms } from "./model.js";
 
-const ROUNDS = 5, TOKENS = 32, VISIBLE = 0.01, SAMPLING = { temperature: 0.6, top_k: 40 };
+const ROUNDS = 5, TOKENS = 32, SAMPLING = { temperature: 0.6, top_k: 40 };
 const BEGINNINGS = ["Once upon a time", "The king said", "In the middle of the wood", "Alice looked", "The old woman", "When the sun rose", "There was a little"];
 const game = (state.game = { round: 0, score: 0, counted: 0, missed: [], broken: "", bug: null });
 const pick = (list) => list[Math.floor(Math.random() * list.length)];
@@ -35,9 +35,10 @@ async function play() {
   }
   const nats = right.reading.logits.map((logits, i) => divergence(logits, same.logits[i]));
   const broken = pick(["a", "b"]), texts = { [broken]: wrong.text, [broken === "a" ? "b" : "a"]: right.text };
-  Object.assign(game, { round: game.round + 1, broken, bug, isSame: wrong.text === right.text, nats: nats.reduce((a, b) => a + b) / nats.length });
+  Object.assign(game, { round: game.round + 1, broken, bug, isSame: wrong.text === right.text, nats: mean(nats) });
   for (const side of ["a", "b"]) {
-    $(`game-${side}`).textContent = texts[side];
+    $(`name-${side}`).textContent = `Text ${side.toUpperCase()}`;
+    $(`game-${side}`).textContent = shorten(texts[side]);
     $(`choose-${side}`).hidden = false;
   }
   $("game-texts").hidden = false;
@@ -55,8 +56,9 @@ function answer(side) {
   const verdict = isSame ? "The two texts are the same" : isRight ? "Yes" : `No, ${broken.toUpperCase()} is`;
   const note = counts ? "" : " Nobody can see this one by reading, so it does not count.";
   const score = `${game.score} of ${game.counted} found.`;
-  const end = game.round < ROUNDS ? "" : ` The game is over: a coin finds half. ${game.missed.length ? `You missed: ${game.missed.join("; ")}.` : "You missed none."} Comparing numbers finds all of them.`;
-  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. Its probabilities are ${nats.toFixed(4)} nats per token from the right ones (0: the same).${note} ${score}${end}`;
+  const end = game.round < ROUNDS ? "" : ` The game is over: guessing would find half. ${game.missed.length ? `You missed: ${game.missed.join("; ")}.` : "You missed none."} Comparing numbers finds all of them.`;
+  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. Its probabilities are ${nats.toFixed(4)} nats per token from the right ones (${SCALE}).${note} ${score}${end}`;
+  for (const each of ["a", "b"]) $(`name-${each}`).textContent = `${each.toUpperCase()}: ${each === broken ? "broken" : "right"}`;
   $("choose-a").hidden = $("choose-b").hidden = true;
   $("game-next").hidden = false;
   $("game-next").textContent = game.round < ROUNDS ? "Next round" : "Play again";

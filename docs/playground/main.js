@@ -7,12 +7,15 @@ import { Tokenizer } from "./tokenizer.js";
 const SHOWN = 10; // of the likeliest tokens
 const ZOOM = 16; // weights across
 const READ_AFTER_MS = 300; // without a key
+export const VISIBLE = 0.01; // nats per token: a smaller mistake cannot be seen by reading
+export const SCALE = `0 is the same, below ${VISIBLE} cannot be seen, above 2 is nonsense`;
 export const state = {
   facts: null, tokenizer: null, ort: null, weights: null, graphs: {},
   model: null, // the right one
   reading: null, // of the text, by the right model
   given: 0, // tokens of the text that the reader gave
   draws: null, // random numbers of the text
+  settings: "", // with which it is written
   at: 0, // the token that the panels show
   broken: null, // {bug, reading of the same text, nats: after each token, ids: its own text}
   busy: false, isStopped: false,
@@ -20,7 +23,10 @@ export const state = {
 };
 globalThis.playground = state; // for the console, and for the tests
 const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens"];
+export const seedProblem = () => ($("seed").checkValidity() ? "" : `The seed must be a whole number from 0 to ${2 ** 32 - 1}.`);
 export const settings = () => Object.fromEntries([...SLIDERS, "seed"].map((name) => [name, Number($(name).value)]));
+export const shorten = (text) => text.replace(/\n{3,}/g, (lines) => `\n⏎ × ${lines.length}\n`); // a broken model can write many
+export const mean = (values) => values.reduce((a, b) => a + b) / values.length;
 export const pause = () => new Promise((resolve) => setTimeout(resolve));
 export const name = (id) => visible(state.tokenizer.text(id));
 
@@ -35,6 +41,7 @@ export async function work(what, place) {
   if (state.busy) return;
   Object.assign(state, { busy: true, isStopped: false });
   enable();
+  for (const each of [$("banner"), $("break-facts")]) say("", false, each); // what was told before
   try {
     await what();
     say("", false, place);
@@ -47,7 +54,7 @@ export async function work(what, place) {
 
 function enable() {
   const isReady = state.model !== null && !state.busy;
-  for (const button of [$("write"), $("one"), $("mend"), ...document.querySelectorAll("#bugs button, #game button")]) button.disabled = !isReady;
+  for (const button of [$("write"), $("another"), $("one"), $("mend"), ...document.querySelectorAll("#bugs button, #game button")]) button.disabled = !isReady;
   if (state.reading) $("one").disabled ||= state.reading.ids.length >= state.facts.config.context;
 }
 
@@ -62,8 +69,15 @@ function promptIds() {
   return ids;
 }
 
+// Random numbers of the seed, from the first on.
+function startDraws() {
+  if (seedProblem()) throw new Error(seedProblem());
+  return uniforms(settings().seed);
+}
+
 // Let the right model read the given tokens, if it has not read just these.
 async function readGiven(ids) {
+  const draws = startDraws();
   if (state.reading?.ids.join() !== ids.join()) {
     mend();
     state.reading = await state.model.read(ids);
@@ -71,7 +85,8 @@ async function readGiven(ids) {
   state.given = ids.length;
   document.body.classList.remove("unread");
   $("facts").textContent = describeLength();
-  state.draws = uniforms(settings().seed);
+  state.draws = draws;
+  state.settings = JSON.stringify(settings());
   select(ids.length - 1);
   showTokens();
 }
@@ -126,7 +141,9 @@ function describeLength() {
 const goOn = (id) =>
   work(async () => {
     if (state.given === Infinity) return readTyped(); // the bars are of the text before
-    await readGiven([...state.reading.ids.slice(0, state.at + 1), id]);
+    const ids = [...state.reading.ids.slice(0, state.at + 1), id];
+    $("prompt").value = state.tokenizer.decode(ids); // so that Write goes on from it too
+    await readGiven(ids);
     await write(settings().max_tokens);
   });
 
@@ -194,9 +211,9 @@ function showNext() {
   const likeliest = distribution(logits, { temperature: 1, top_k: SHOWN }).map(({ id }) => id);
   const largest = Math.max(...likeliest.map((id) => Math.max(own[id], drawn.get(id) ?? 0)));
   const after = state.reading.ids[state.at + 1];
-  const model = looksBroken() ? "the broken model" : "the model";
+  const [model, end] = looksBroken() ? ["the broken model", "Mend it to choose one yourself."] : ["the model", "Choose one yourself to go on with it."];
   const rule = choices.length > 1 ? `draws one of ${count(choices.length, "token")} by chance` : "will always choose the first of these";
-  $("next-facts").textContent = `After “${name(reading.ids[state.at])}” ${model} ${rule}. Choose one yourself to go on with it.`;
+  $("next-facts").textContent = `After “${name(reading.ids[state.at])}” ${model} ${rule}. ${end}`;
   const items = likeliest.map((id) => {
     const p = drawn.get(id) ?? 0;
     const item = choiceRow(name(id), p, largest, id === after, looksBroken() ? null : () => goOn(id));
@@ -214,6 +231,7 @@ function showNext() {
 function showSettings() {
   const { temperature, top_k, top_p, min_p, max_tokens } = settings();
   const texts = [temperature ? temperature.toFixed(2) : "0, the likeliest", top_k || "0, all", top_p === 1 ? "1, all" : top_p.toFixed(2), min_p ? min_p.toFixed(2) : "0, all", max_tokens];
+  $("seed-problem").textContent = seedProblem();
   SLIDERS.forEach((slider, i) => (document.querySelector(`output[for=${slider}]`).textContent = texts[i]));
   for (const id of SLIDERS) $(id).setAttribute("aria-valuetext", texts[SLIDERS.indexOf(id)]);
 }
@@ -222,7 +240,11 @@ function showSettings() {
 
 async function breakIt(bug) {
   await readTyped();
-  if (state.reading.ids.length === state.given) await write(settings().max_tokens);
+  // Both texts are written with the same settings, and with the same random numbers.
+  if (state.reading.ids.length === state.given || state.settings !== JSON.stringify(settings())) {
+    await readGiven(state.reading.ids.slice(0, state.given));
+    await write(settings().max_tokens);
+  }
   mend();
   say(`Loading the graph: ${bug.title}`, false, $("break-facts"));
   await pause();
@@ -232,49 +254,64 @@ async function breakIt(bug) {
     const same = await model.read(reading.ids);
     state.broken = { bug, reading: same, nats: reading.logits.map((logits, i) => divergence(logits, same.logits[i])), ids: [] };
     for (const button of document.querySelectorAll("#bugs button")) button.setAttribute("aria-pressed", String(button.dataset.name === bug.name));
-    $("broken").hidden = $("mend").hidden = false;
+    $("broken").hidden = false;
     $("bug-text").textContent = bug.text;
+    $("texts-facts").textContent = "";
     $("broken-name").textContent = bug.title;
     $("broken").scrollIntoView({ block: "nearest" });
     showKl();
-    const own = await model.read(reading.ids.slice(0, state.given)), draws = uniforms(settings().seed);
+    const own = await model.read(reading.ids.slice(0, state.given)), draws = startDraws();
     const right = reading.ids.slice(state.given), wrong = state.broken.ids;
     showTexts(right, wrong);
     for await (const id of writeOn(own, right.length, draws)) {
       wrong.push(id);
       showTexts(right, wrong);
     }
+    $("texts-facts").textContent = describeTexts(right, wrong);
   } finally {
     await model.close();
   }
   select(state.at);
 }
 
+// How many tokens of the two texts are the same, from the first on.
+function countSame(right, wrong) {
+  const other = right.findIndex((id, i) => id !== wrong[i]);
+  return other < 0 ? right.length : other;
+}
+
+// Texts by models that are nearly the same can differ by one draw.
+function describeTexts(right, wrong) {
+  if (mean(state.broken.nats) >= VISIBLE) return "";
+  const same = countSame(right, wrong);
+  if (same === right.length) return "This mistake is too small to see: the texts are the same.";
+  const [ours, theirs] = [state.reading, state.broken.reading].map(({ logits }) => `${(100 * softmax(logits[state.given + same - 1])[right[same]]).toPrecision(3)}%`);
+  return `This mistake is too small to see. One choice fell on the other side, and the text went on from there; it is not worse. “${name(right[same])}” has a probability of ${ours} by the right model, and of ${theirs} by the broken one.`;
+}
+
 // The two texts, their common beginning in grey.
 function showTexts(right, wrong) {
-  let same = 0;
-  while (same < Math.min(right.length, wrong.length) && right[same] === wrong[same]) same += 1;
+  const same = countSame(right, wrong);
   const given = state.reading.ids.slice(0, state.given);
   for (const [id, ids] of [["right-text", right], ["broken-text", wrong]]) {
     const begin = state.tokenizer.decode([...given, ...ids.slice(0, same)]);
     const rest = state.tokenizer.decode([...given, ...ids]).slice(begin.length);
-    $(id).replaceChildren(make("span", { className: "same", textContent: begin }), rest);
+    $(id).replaceChildren(make("span", { className: "same", textContent: shorten(begin) }), shorten(rest));
   }
 }
 
 function showKl() {
   const { reading, nats } = state.broken, right = state.reading;
-  const mean = nats.reduce((a, b) => a + b) / nats.length;
   const first = (logits) => distribution(logits, { temperature: 0 })[0].id;
   const others = right.logits.filter((logits, i) => first(logits) !== first(reading.logits[i])).length;
-  $("kl-facts").textContent = `It would choose another first token after ${others} of ${count(nats.length, "token")}. Its probabilities are ${mean.toFixed(4)} nats per token from the right ones, at most ${Math.max(...nats).toFixed(3)} (KL divergence; 0 is the same).`;
+  $("kl-facts").textContent = `Its likeliest next token is another one after ${others} of ${count(nats.length, "token")}. Its probabilities are ${mean(nats).toFixed(4)} nats per token from the right ones, at most ${Math.max(...nats).toFixed(3)} (KL divergence: ${SCALE}).`;
   drawKl();
 }
 
 function mend() {
   state.broken = null;
   $("look-broken").checked = false;
-  $("broken").hidden = $("mend").hidden = true;
+  $("broken").hidden = true;
   for (const button of document.querySelectorAll("#bugs button")) button.setAttribute("aria-pressed", "false");
 }
 
@@ -291,7 +328,7 @@ function drawKl() {
   context.fillText(`nats after each token, at most ${largest.toPrecision(2)}`, 0, height + 8);
   const [right, wrong] = [state.reading, reading].map(({ logits }) => distribution(logits[state.at], { temperature: 1 })[0]);
   $("kl").setAttribute("aria-label", "KL divergence after each token. Arrow keys read the tokens.");
-  $("kl-detail").textContent = `After ${name(state.reading.ids[state.at])}: ${nats[state.at].toPrecision(3)} nats. Right: ${name(right.id)} ${percent(right.p)}; broken: ${name(wrong.id)} ${percent(wrong.p)}.`;
+  $("kl-detail").textContent = `After “${name(state.reading.ids[state.at])}”: ${nats[state.at].toPrecision(3)} nats. Right: ${name(right.id)} ${percent(right.p)}; broken: ${name(wrong.id)} ${percent(wrong.p)}.`;
 }
 
 // -- attention --------------------------------------------------------------------------------------------------------
@@ -367,7 +404,7 @@ function drawInt8() {
   context.lineWidth = 1.5;
   context.strokeRect((i % columns) * size, Math.floor(i / columns) * size, size - 1, size - 1);
   const zeros = values.filter((value) => value === 0).length;
-  $("int8-facts").textContent = `${name(reading.ids[state.at])}, the input of ${state.facts.readBy[part]}: ${values.length} numbers, ${percent(zeros / values.length)} are 0. Each is round(x × ${scale.toPrecision(4)}).`;
+  $("int8-facts").textContent = `“${name(reading.ids[state.at])}”, the input of ${state.facts.readBy[part]}: ${values.length} numbers, ${percent(zeros / values.length)} are 0. Each is round(x × ${scale.toPrecision(4)}).`;
   $("int8-detail").textContent = `Number ${i} is ${values[i]}: x was near ${(values[i] / scale).toPrecision(3)}.`;
   canvas.setAttribute("aria-label", `${values.length} integers. Arrow keys read them.`);
   drawHistogram(values);
@@ -551,6 +588,11 @@ $("write-form").onsubmit = (event) => {
 };
 $("prompt").onkeydown = (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("write-form").requestSubmit();
+};
+$("another").onclick = () => {
+  $("seed").value = (settings().seed + 1) % 2 ** 32;
+  showSettings();
+  $("write-form").requestSubmit();
 };
 $("one").onclick = () =>
   work(async () => {

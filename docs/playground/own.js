@@ -1,6 +1,6 @@
 // "Your own model": files go to the worker, which answers with what it read and wrote.
 
-import { settings } from "./main.js";
+import { seedProblem, settings, shorten } from "./main.js";
 
 let worker = null, opened = null;
 
@@ -31,7 +31,7 @@ const answers = {
     if (!facts.hasTokenizer) $("own-prompt").value = "1 15 7";
     setBusy(false);
   },
-  token: ({ text }) => ($("own-text").textContent = text),
+  token: ({ text }) => ($("own-text").textContent = shorten(text)),
   done({ given, ids, logits, msPerToken }) {
     globalThis.playground.own = { given, ids, logits }; // for the tests
     $("own-speed").textContent = `${count(ids.length, "new token")}, ${seconds(msPerToken / 1000)} each.`;
@@ -66,20 +66,25 @@ $("own-files").onchange = () => open($("own-files").files);
 $("own-form").onsubmit = (event) => {
   event.preventDefault();
   if (!$("own-prompt").value.trim()) return say("The field is empty: write a beginning.", true);
+  if (seedProblem()) return say(seedProblem(), true);
   $("own-text").textContent = $("own-speed").textContent = "";
   say(describe(opened));
   ask({ write: $("own-prompt").value, settings: settings() });
 };
 $("own-stop").onclick = () => worker.postMessage({ stop: true });
 
-// A file that misses the field would replace the page.
-document.addEventListener("dragover", (event) => {
-  event.preventDefault();
-  $("own-drop").classList.toggle("over", $("own-drop").contains(event.target));
-});
-document.addEventListener("dragleave", () => $("own-drop").classList.remove("over"));
-document.addEventListener("drop", (event) => {
-  event.preventDefault();
-  $("own-drop").classList.remove("over");
-  if ($("own-drop").contains(event.target)) open(event.dataTransfer.files);
+// Files can be dropped anywhere on the page; a text is for the field it is dropped on.
+function onFiles(kind, act) {
+  document.addEventListener(kind, (event) => {
+    if (!event.dataTransfer.types.includes("Files")) return;
+    event.preventDefault();
+    $("own-drop").classList.toggle("over", kind === "dragover");
+    act?.(event.dataTransfer.files);
+  });
+}
+onFiles("dragover");
+onFiles("dragleave");
+onFiles("drop", (files) => {
+  $("own").scrollIntoView();
+  open(files);
 });

@@ -50,7 +50,8 @@ HOSTILE = [
 ]
 # What JavaScript says of itself. Of memory that is short it may.
 RAW = (
-    r"Cannot |is not a |not iterable|undefined|not defined|call stack|Invalid |Unexpected token|\[object|are damaged \("
+    r"Cannot |is not a (func|cons)|not iterable|undefined|not defined|call stack|Invalid |Unexpected token"
+    r"|\[object|are damaged \("
 )
 PROMPT = "3 4"  # in all these vocabularies; without one, ids
 MAX_S, MAX_BYTES = 30, 1 << 30
