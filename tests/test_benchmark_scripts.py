@@ -15,9 +15,9 @@ import benchmark_scripts
 import click
 import pytest
 from bench_runs import SMALL, TINY, assert_positive
-from benchmark_scripts import FOLDER, adapters, ceilings, gate_zeros, models, serve, servers, tokenizer
+from benchmark_scripts import FOLDER, adapters, ceilings, first_token, gate_zeros, models, serve, servers, tokenizer
 from click.testing import CliRunner
-from helpers import GOLDEN, model
+from helpers import DATA, GOLDEN, model
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend, loaded
@@ -93,6 +93,21 @@ def test_a_command_runs_as_a_program():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "--texts" in done.stderr
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="drops files from Linux's cache")
+def test_first_token():
+    result = invoke_json(first_token, "storyteller", "--repeats", 1)
+    assert result["file_bytes"] > 1 << 20
+    for start in (*result["cold"], *result["warm"]):
+        assert start[0] > 0
+        assert start[1] > 0
+    failed = invoke(first_token, DATA / "gguf" / "i2_s.gguf")  # has no tokenizer
+    assert "did not start" in failed.stderr
+    assert failed.exit_code != 0
 
 
 # -- ceilings ----------------------------------------------------------------------------------------------------------

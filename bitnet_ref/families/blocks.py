@@ -158,8 +158,14 @@ def read_trits(blocks: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...
     parts = []
     for start, end, trits in spans:
         fractions = blocks[:, None, start:end] * POWERS_OF_3[:trits, None]  # (n, trits, bytes): uint8, so it wraps
-        parts.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
+        parts.append(leading_trits(fractions).reshape(len(blocks), -1))
     return np.concatenate(parts, axis=1)
+
+
+def leading_trits(fractions: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The first trit of each fraction of 256: 3 * fraction // 256"""
+    trits: NDArray[np.uint8] = (fractions > 85).view(np.uint8) + (fractions > 170).view(np.uint8)
+    return trits
 
 
 def unpack_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -129,11 +129,11 @@ def _merges(vocabulary: GgufVocabulary, vocab: dict[str, int]) -> list[list[str]
     merges = []
     for n, line in enumerate(vocabulary.required("merges", vocabulary.strings("merges"))):
         at = line.find(" ", 1)  # a token may begin with a space
-        left, space, right = line[: max(at, 0)], at > 0, line[at + 1 :]
-        for part in (left, right, left + right):
-            if not (left and space and right) or part not in vocab:
-                what = f"{part[:40]!r} is not in the vocabulary" if left and space and right else "expected two tokens"
-                raise TokenizerError(f"{line[:80]!r}: {what}", field=f"{PREFIX}merges[{n}]")
+        left, right = (line[:at], line[at + 1 :]) if at > 0 else ("", "")
+        if not (left in vocab and right in vocab and left + right in vocab):
+            missing = next(part for part in (left, right, left + right) if part not in vocab)
+            what = f"{missing[:40]!r} is not in the vocabulary" if left and right else "expected two tokens"
+            raise TokenizerError(f"{line[:80]!r}: {what}", field=f"{PREFIX}merges[{n}]")
         merges.append([left, right])
     return merges
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, NumericsError, ShapeError
+from bitnet_ref.families.blocks import unpack_codes
 from bitnet_ref.families.groups import expand_groups, merge_groups, split_groups
 from bitnet_ref.formats.gguf import blocks
 from bitnet_ref.formats.gguf.blocks import (
@@ -126,6 +127,12 @@ def test_more_blocks_than_are_done_at_a_time():
     raw = blocks_from_ternary(w_t, 0.5, "TQ1_0")
     np.testing.assert_array_equal(ternary_from_blocks(raw, "TQ1_0", w_t.shape)[0], w_t)
     np.testing.assert_array_equal(dequantize(raw, "TQ1_0", w_t.shape), w_t * np.float32(0.5))
+
+
+@pytest.mark.parametrize("kind", blocks._CODES)
+def test_codes_are_packed_as_they_are_read(kind):
+    raw = rng(8).integers(0, 256, (70, BY_NAME[kind].block_bytes), dtype=np.uint8)
+    np.testing.assert_array_equal(unpack_codes(blocks._packed(kind, raw)), blocks._CODES[kind](raw), strict=True)
 
 
 def set_scale(raw, kind, block, value):

@@ -13,6 +13,7 @@ from bitnet_ref.formats.gguf.i2_s import (
     LAYOUTS,
     LayoutEvidence,
     StaleTail,
+    fits_layout,
     i2_s_scale,
     pack_from_i2_s,
     pack_i2_s,
@@ -149,6 +150,17 @@ def test_random_weights_do_not_show_it(layout):
     verdict = evidence.judge()
     assert (verdict.layout, verdict.decided) == ("x86", False)
     assert "do not tell" in verdict.words
+
+
+@pytest.mark.parametrize("shape", [(4, 128), (1024, 256), (1028, 384), (12, 96), (6, 128)])  # counted once, or unpacked
+def test_shares_of_nonzeros(shape):
+    raw = pack_i2_s(random_ternary(rng(6), *shape), 1.0)
+    shares = LayoutEvidence().densities(raw, shape)
+    assert list(shares) == [layout for layout in LAYOUTS if fits_layout(shape, layout)]
+    for layout, pair in shares.items():
+        nonzero = unpack_i2_s(raw, shape, layout) != 0
+        for axis in (0, 1):
+            np.testing.assert_array_equal(pair[axis], nonzero.mean(axis=axis, dtype=np.float32), strict=True)
 
 
 def test_a_shape_that_one_layout_cannot_have_rules_it_out():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import random
@@ -20,7 +21,7 @@ import bitnet_ref.errors
 from bitnet_ref.errors import TokenizerError
 from bitnet_ref.formats.gguf.export import write_gguf
 from bitnet_ref.formats.gguf.file import Typed
-from bitnet_ref.formats.open import read_tokenizer_files
+from bitnet_ref.formats.open import read_tokenizer, read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_bpe import _pre_of
 from bitnet_ref.tokenizers.gguf_keys import GgufVocabulary
@@ -450,6 +451,9 @@ def test_errors_name_the_gguf(key: str, tmp_path: Path) -> None:
         read_tokenizer_files(path)
     assert caught.value.path == str(path)
     assert caught.value.field == G + key
+    with pytest.raises(TokenizerError):
+        read_tokenizer(path)
+    assert gc.isenabled()  # again
 
 
 def test_gemma4_merges_texts():

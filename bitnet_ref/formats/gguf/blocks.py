@@ -36,6 +36,7 @@ from ...families.blocks import (
     join_bits,
     join_signs,
     join_trits,
+    leading_trits,
     q1_0_codes,
     q2_0_codes,
     read_trits,
@@ -46,7 +47,8 @@ from ...families.blocks import (
 )
 from ...families.groups import cut_groups
 from ...reference.layers import Array, Floats
-from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
+from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR, unpack_ternary
+from ..packing import first_invalid_code, pack_words
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,53 @@ _CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), q2_0_codes),
     **dict.fromkeys(("Q1_0", "Q1_0 of 32"), q1_0_codes),
 }
+
+
+def _pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(n, K) -> (n, K/4)"""
+    return pack_words(codes.view("<u4"), 0).astype(np.uint8)
+
+
+def _pack_tq2_0(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`_pack_codes(tq2_0_codes(blocks))`, without a byte for each weight"""
+    words = np.ascontiguousarray(blocks[:, :64]).view("<u4").reshape(-1, 2, 8)
+    packed = np.empty((len(blocks), 2, 4, 8), dtype=np.uint8)
+    for field, shift in enumerate(SHIFTS_2):
+        packed[:, :, field] = pack_words(words, int(shift))
+    return packed.reshape(-1, 64)
+
+
+def _pack_tq1_0(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`_pack_codes(tq1_0_codes(blocks))` in half its time
+
+    The weights at one trit of four neighbouring bytes are neighbours, so a word of four bytes gives a packed byte.
+    """
+    fractions = blocks[:, :52].copy()
+    packed = np.empty((len(blocks), 64), dtype=np.uint8)
+    for trit in range(5):
+        words = pack_words(leading_trits(fractions).view("<u4"), 0)
+        first = 0
+        for start, end, trits in TQ1_0_TRITS:
+            width = (end - start) // 4
+            if trit < trits:
+                packed[:, first + trit * width :][:, :width] = words[:, start // 4 : end // 4]
+            first += trits * width
+        fractions *= np.uint8(3)
+    return packed
+
+
+_PACKED: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
+    **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), lambda blocks: blocks[:, 2:]),
+    "TQ1_0": _pack_tq1_0,
+    "TQ2_0": _pack_tq2_0,
+}
+
+
+def _packed(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """blocks (n, block_bytes) -> their codes, four in a byte as `quantization.pack_ternary` has them."""
+    return _PACKED[kind](blocks) if kind in _PACKED else _pack_codes(_CODES[kind](blocks))
+
+
 # The inverse, without the scale: codes (n, block_values) -> (n, block_bytes - 2)
 _DATA: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     "TQ1_0": partial(join_trits, spans=TQ1_0_TRITS),
@@ -314,13 +363,21 @@ def _by_package(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 def ternary_from_blocks(
     raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]
 ) -> tuple[NDArray[np.int8], np.float32] | None:
-    """A matrix in TQ1_0 or TQ2_0 -> the exact (w_t (N, K) int8, w_dequant_scale), or None if it has no single scale.
+    """`pack_from_blocks`, unpacked: (w_t (N, K) int8, w_dequant_scale), or None."""
+    found = pack_from_blocks(raw, kind, shape)
+    return None if found is None else (unpack_ternary(found[0], shape[1]), found[1])
+
+
+def pack_from_blocks(
+    raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]
+) -> tuple[NDArray[np.uint8], np.float32] | None:
+    """A matrix in TQ1_0 or TQ2_0 -> the exact (packed (N, K/4), w_dequant_scale), or None if it has no single scale.
 
     A b1.58 matrix has one scale: every block with a non-zero has the same d, and a block of zeros has d = 0 or that d.
     If the scales differ, the matrix was not ternary before it was quantised: it is dense, and no model was trained with
     int8 activations on such. Raises FormatError for a scale that is negative, NaN or Inf and for the code 3.
     """
-    _require_size("ternary_from_blocks", raw, BY_NAME[kind], shape)
+    _require_size("pack_from_blocks", raw, BY_NAME[kind], shape)
     blocks = np.ascontiguousarray(raw).reshape(-1, BY_NAME[kind].block_bytes)
     scales = np.ascontiguousarray(blocks[:, -2:]).view(np.float16).reshape(-1).astype(np.float32)
     bad = ~np.isfinite(scales) | (scales < 0)
@@ -330,15 +387,14 @@ def ternary_from_blocks(
     scale = scales.max()
     if not ((scales == scale) | (scales == 0)).all():
         return None
-    w_t = np.empty((len(blocks), 256), dtype=np.int8)
+    packed = np.empty((len(blocks), 256 // CODES_PER_BYTE), dtype=np.uint8)
     for start in range(0, len(blocks), _CHUNK_BLOCKS):
-        codes = _CODES[kind](blocks[start : start + _CHUNK_BLOCKS])
-        if codes.max() > 2:
-            at = start + int(np.argmax(codes.max(axis=1) > 2))
-            raise FormatError(f"block {at} holds the invalid ternary code 3")
-        np.subtract(codes.view(np.int8), np.int8(1), out=w_t[start : start + _CHUNK_BLOCKS])
-    w_t[scales == 0] = 0
-    return w_t.reshape(shape), scale if scale > 0 else np.float32(SCALE_FLOOR)
+        some = slice(start, start + _CHUNK_BLOCKS)
+        packed[some] = _packed(kind, blocks[some])
+    if (invalid := first_invalid_code(packed)) is not None:
+        raise FormatError(f"block {invalid[0]} holds the invalid ternary code 3")
+    packed[scales == 0] = _FOUR_ZEROS
+    return packed.reshape(shape[0], -1), scale if scale > 0 else np.float32(SCALE_FLOOR)
 
 
 def groups_from_blocks(
@@ -354,27 +410,13 @@ def groups_from_blocks(
     packed = np.empty((total, block.block_values // CODES_PER_BYTE), dtype=np.uint8)
     scales = np.empty(total, dtype=np.float16)
     for part, blocks in _read_blocks("groups_from_blocks", read, block, shape):
-        data, d = _split_codes(kind, blocks)
+        data, d = _packed(kind, blocks), np.ascontiguousarray(_scales(kind, blocks)).view(np.float16)[:, 0]
         if (data & (data >> 1) & 0x55).any() or not np.isfinite(d).all():
             return None
         data = np.where((d < 0)[:, None], np.uint8(0xAA) - data, data)  # -d (code - 1) = d ((2 - code) - 1)
         packed[part] = np.where((d == 0)[:, None], _FOUR_ZEROS, data)
         scales[part] = np.where((packed[part] == _FOUR_ZEROS).all(axis=1), np.float16(0), np.abs(d))
     return (packed.reshape(shape[0], -1), scales.reshape(shape[0], -1)) if scales.any() else None
-
-
-def _split_codes(kind: str, blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """(2-bit codes, four in a byte as `quantization.pack_ternary` has them, scale) of each block of such a type."""
-    d = np.ascontiguousarray(_scales(kind, blocks)).view(np.float16)[:, 0]
-    if _CODES[kind] is q2_0_codes:
-        return blocks[:, 2:], d
-    return _pack_codes(_CODES[kind](blocks)), d
-
-
-def _pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(n, K) -> (n, K/4)"""
-    packed: NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(len(codes), -1, 4) << SHIFTS_2, axis=2)
-    return packed
 
 
 def groups_from_rows(

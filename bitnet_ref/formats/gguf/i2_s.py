@@ -136,6 +136,8 @@ class StaleTail:
 # -- which layout ------------------------------------------------------------------------------------------------------
 
 _DECIDED = 40.0  # the lead that the best layout's sum of squares needs; by chance it moves by about 5 to 10
+_MAX_LINES = 255  # whose flags are added in a byte
+_EIGHT_ONES = np.uint64(0x0101010101010101)
 _BLOCK = 128  # x86 and arm differ by a permutation inside each block of 128 columns
 
 
@@ -160,11 +162,13 @@ class LayoutEvidence:
 
     def densities(self, raw: NDArray[np.uint8], shape: tuple[int, int]) -> dict[str, tuple[Floats, Floats]]:
         """layout -> share of non-zeros (per column (K,), per row (N,)), for the layouts that the shape fits."""
+        fitting = [layout for layout in LAYOUTS if fits_layout(shape, layout)]
+        if len(fitting) == len(LAYOUTS) and shape[1] % _BLOCK == 0:
+            return _densities_of_all(_checked_codes("densities", raw, shape, "interleaved").reshape(-1, shape[1]))
         out = {}
-        for layout in LAYOUTS:
-            if fits_layout(shape, layout):
-                nonzero = unpack_i2_s(raw, shape, layout) != 0
-                out[layout] = nonzero.mean(axis=0, dtype=np.float32), nonzero.mean(axis=1, dtype=np.float32)
+        for layout in fitting:
+            nonzero = unpack_i2_s(raw, shape, layout) != 0
+            out[layout] = nonzero.mean(axis=0, dtype=np.float32), nonzero.mean(axis=1, dtype=np.float32)
         return out
 
     def add(self, columns: dict[str, Floats], vectors: dict[str, Floats]) -> None:
@@ -191,6 +195,37 @@ class LayoutEvidence:
             return Judgement("x86" if np.isfinite(self.sums["x86"]) else best, False, words)
         words = f"I2_S layout: {best}, by the weights' columns (agreement, 1 is chance: {figures})"
         return Judgement(best, True, words)
+
+
+def _densities_of_all(codes: NDArray[np.uint8]) -> dict[str, tuple[Floats, Floats]]:
+    """`LayoutEvidence.densities` of (N/4, K) bytes, K a multiple of 128, counted once for all layouts: a tenth of
+    the time of unpacking each.
+
+    Such a line of bytes is four rows: in `interleaved` a field each, in the others a quarter each. So the same counts,
+    added by quarters or by fields, are those of every layout.
+    """
+    groups, k = codes.shape
+    columns = np.zeros((4, k), dtype=np.int32)  # (field, byte)
+    rows = np.empty((groups, 4, 4), dtype=np.int32)  # (line, field, quarter)
+    for start in range(0, groups, _MAX_LINES):
+        some = slice(start, start + _MAX_LINES)
+        differs = codes[some] ^ np.uint8(0x55)  # from code 1
+        nonzero = (differs | differs >> 1) & np.uint8(0x55)
+        for field, shift in enumerate(_SHIFTS):
+            flags = nonzero >> shift & np.uint8(1)
+            columns[field] += flags.sum(axis=0, dtype=np.uint8)
+            eights = flags.view("<u8") * _EIGHT_ONES >> np.uint64(56)  # the sum of eight bytes
+            rows[some, field] = eights.reshape(len(flags), 4, -1).sum(axis=2)
+    by_byte = columns.reshape(4, 4, -1).sum(axis=1)  # (field, byte of a row)
+    counts = {"interleaved": (columns.sum(axis=0), rows.sum(axis=2))}
+    for layout, width in _BLOCK_BYTES.items():
+        counts[layout] = by_byte.reshape(4, -1, width).swapaxes(0, 1), rows.sum(axis=1)
+    sizes = np.float32(4 * groups), np.float32(k)
+    out = {}
+    for layout in LAYOUTS:
+        of_columns, of_rows = (each.reshape(-1) / size for each, size in zip(counts[layout], sizes, strict=True))
+        out[layout] = of_columns.astype(np.float32), of_rows.astype(np.float32)
+    return out
 
 
 def _squared_z(a: Floats, b: Floats) -> float:

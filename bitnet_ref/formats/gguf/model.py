@@ -49,9 +49,9 @@ from .blocks import (
     dequantize,
     groups_from_blocks,
     groups_from_rows,
+    pack_from_blocks,
     quantize,
     read_values,
-    ternary_from_blocks,
 )
 from .config import ROPE_FACTORS, ROPE_FREQS, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
@@ -295,18 +295,18 @@ class GgufCheckpoint(Checkpoint):
                 raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
             scale = own[0] if len(own) else np.float32(quantization.SCALE_FLOOR)
             return planes, scale
+        if kind in TERNARY_BLOCKS:
+            with self.file.naming(tensor.name):
+                planes_and_scale = pack_from_blocks(self.file.read_raw(tensor.name), kind, shape)
+            if planes_and_scale is None:
+                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
+            return planes_and_scale
         w_t, scale = self._ternary(tensor, shape)
         return quantization.pack_ternary(w_t), scale
 
     def _ternary(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
         """(w_t, scale) of a matrix of one of the other types."""
         kind = tensor.type.name
-        if kind in TERNARY_BLOCKS:
-            with self.file.naming(tensor.name):
-                matrix = ternary_from_blocks(self.file.read_raw(tensor.name), kind, shape)
-            if matrix is None:
-                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
-            return matrix
         if kind in ("TL1", "TL2/MXFP4"):
             return self._tl(tensor, shape)
         w = self._floats(tensor).astype(np.float32, copy=False)
