@@ -119,6 +119,9 @@ KNOWN: dict[str, str] = {
     "formats/gguf/model.py GgufCheckpoint.read_ahead: self.file.read_all_ahead() -> pass": (
         "how soon the system reads the file"
     ),
+    "formats/gguf/blocks.py _read_blocks: total, step = math.prod(shape) // kind.block_values, "
+    "_CHUNK_BLOCKS * 256 // kind.block_values -> total, step = math.prod(shape) // kind.block_values, "
+    "(_CHUNK_BLOCKS + 256) // kind.block_values": "how many values are read at a time",
     "formats/hf/packings.py: _CHUNK_VALUES = 1 << 22 -> _CHUNK_VALUES = 1 << (23)": (
         "how many values are read at a time"
     ),

@@ -80,9 +80,7 @@ def headline(inspection: Inspection) -> str:
 
 def draw_facts(inspection: Inspection, out: Console) -> None:
     rows: list[tuple[str, str]] = []
-    if inspection.format is not None and (
-        inspection.tensors or inspection.config or not Path(inspection.path).is_dir()
-    ):
+    if inspection.format is not None:
         named = f", architecture {inspection.architecture}" if inspection.is_gguf and inspection.architecture else ""
         rows.append(("format", inspection.format + named))
     rows += [("evidence" if number == 0 else "", words) for number, words in enumerate(inspection.evidence)]

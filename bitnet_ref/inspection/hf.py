@@ -62,7 +62,8 @@ class HfInspector(Inspector):
                 self.tensors.close()
 
     def list_tensors(self) -> None:
-        self.out.format = "Hugging Face: config.json and safetensors"
+        if (self.folder / "config.json").exists() or any(self.folder.glob("*.safetensors")):
+            self.out.format = "Hugging Face: config.json and safetensors"
         self.read_config()
         self.read_adapter()
         try:

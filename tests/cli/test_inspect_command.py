@@ -71,6 +71,7 @@ def test_inspect_of_a_file_that_is_cut_off_and_of_no_model(tmp_path):
     assert "tokenizer" not in text
     (tmp_path / "empty").mkdir()
     assert invoke("inspect", tmp_path / "empty").stdout.splitlines()[1] == "No model that can be read"
+    assert json.loads(invoke("inspect", tmp_path / "empty", "--json").stdout)["format"] is None
 
 
 def test_inspect_shows_a_fault_of_many_tensors_once(tmp_path):

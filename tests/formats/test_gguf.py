@@ -334,6 +334,12 @@ def test_bad_files(case, tmp_path):
     assert 0 <= caught.value.offset <= max(len(content), 1)
 
 
+def test_the_last_tensor_of_an_old_type_may_have_bytes_behind_it(tmp_path):
+    infos = [info("a", (2048,), 42), info("b", (2048,), 42, 544)]  # 544 bytes in blocks of 128, 576 in those of 64
+    with GgufFile(write(tmp_path / "x.gguf", raw_gguf(infos=infos, data=bytes(2 * 544 + 64)))) as file:
+        assert [tensor.type.name for tensor in file.tensors.values()] == ["Q2_0 of 128"] * 2
+
+
 def test_the_hostile_array_is_the_45_bytes_one():
     assert len(BAD["an array of 2^63 in 45 bytes"][0]) <= 50
 

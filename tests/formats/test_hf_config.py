@@ -294,6 +294,12 @@ def test_bad_values_name_their_key(change, field):
     check_error({**TINY, **change}, field)
 
 
+def test_an_architecture_that_is_not_read_is_told_which_are_and_why():
+    for name, reason in (("gpt2", "other architectures are"), ("a_vl", "vision is"), ("moe", "mixture of experts is")):
+        with pytest.raises(ConfigError, match=rf"expected one of llama, mistral, .*, got '{name}': {reason} not supp"):
+            parse(TINY, model_type=name)
+
+
 def test_huge_numbers_without_a_factor_do_not_overflow():
     check_error(
         {**TINY, "max_position_embeddings": 10**400, "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor"

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -252,6 +253,11 @@ def test_where_the_names_are(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     assert home() == tmp_path / "bitnet_ref"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert home() == tmp_path / ".cache" / "bitnet_ref"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert home() == tmp_path / "Library" / "Caches" / "bitnet_ref"
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -416,6 +416,16 @@ def test_each_shape_is_that_of_the_config(field, tmp_path):
     assert caught.value.field == field
 
 
+def test_a_norm_before_a_linear_has_its_width():
+    model = bitnet_ref.load(GOLDEN / "llama-packed-rmsnorm", backend="cython")
+    first, *others = model.weights.layers
+    norm = first.q_proj.norm
+    shorter = replace(first.q_proj, own_norm=replace(norm, weight=norm.weight[:-1]))
+    with pytest.raises(errors.FormatError) as caught:
+        prepared._check(replace(model.weights, layers=(replace(first, q_proj=shorter), *others)), model.config)
+    assert caught.value.field == "blocks.0.attn.q_proj.input_norm"
+
+
 def test_a_model_file_that_is_wrong_still_says_so(tmp_path):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     load(folder)

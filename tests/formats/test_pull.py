@@ -270,6 +270,7 @@ def test_a_file_that_differs_from_what_the_hub_lists(hub, model_files, name):
     hub.corrupt.add(name)
     with pytest.raises(FormatError, match=f"{name} of org/tiny is not what the hub lists"):
         pull("org/tiny")
+    assert name not in [path.name for path in hub_cache().rglob("*")]  # not even a link
     hub.corrupt.clear()
     _, path = pull("org/tiny")
     assert files_of(path) == model_files

@@ -144,7 +144,7 @@ def progress(number, state, text=""):
 
 
 def test_speed_is_of_the_last_minute():
-    *_, last = frames((0, 0), (30, 3000), (30, 3000), (80, 3000), (90, 3600))
+    *_, last = frames((29.5, 0), (30, 3000), (30, 3000), (80, 3000), (90, 3600))
     assert (last.tokens, last.seconds, last.tokens_per_s) == (3600, 60, 10)  # what came before does not count
     assert last.speeds == (0.0, 60.0)
     (only,) = frames((5, 10))

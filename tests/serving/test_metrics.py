@@ -6,7 +6,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.serving.metrics import COUNTERS, FINISHED, GAUGES, HISTOGRAMS, EngineMetrics, Histogram
+from bitnet_ref.serving.metrics import COUNTERS, FINISHED, GAUGES, HISTOGRAMS, EngineMetrics, Histogram, render_metrics
 
 LONGER = "Once upon a time there was a rabbit"
 
@@ -86,8 +86,9 @@ def test_prometheus_reads_the_same(used, monkeypatch):
 
 def test_without_prometheus_there_is_one_line(used, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[monitoring\]'"):
-        used.register()
+    for publish in (used.register, lambda: render_metrics([used])):
+        with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[monitoring\]'"):
+            publish()
 
 
 def test_quantiles_lie_in_their_bucket():

@@ -280,6 +280,13 @@ def test_drafts_take_no_page_that_another_needs():
     assert (scheduler.stops, scheduler.pool.in_use) == (1, 0)  # as without drafts
 
 
+def test_drafts_of_two_share_the_pages_that_are_left():
+    _, cache = engine(pages=8, max_batch=2, max_batch_tokens=40)
+    for number in range(2):
+        cache.scheduler.add(job(number, [0, 1, 0], new=12, guesses=(9, 0)))
+    assert [[len(piece.draft) for piece in cache.step().pieces] for _ in range(2)] == [[0, 0], [9, 4]]
+
+
 def test_greedy_jobs_take_steps_in_a_row_within_pages_and_room():
     scheduler, cache = engine(pages=6, max_batch=2)
     scheduler.add(one := job(0, [0, 1, 0], new=20, greedy=True))

@@ -111,6 +111,7 @@ FORBIDDEN = {
     "change a message": "{{ messages[0].update({'role': 'system'}) }}",
     "change a list": "{{ messages.append(1) }}",
     "private namespace": "{% set ns = namespace(_x=1) %}",
+    "private namespace of a dict": "{% set ns = namespace({'_x': 1}) %}",
     "lipsum": "{{ lipsum(100) }}",
     "extends": "{% extends 'x' %}",
     "block": "{% block a %}{{ self.a() }}{% endblock %}",
@@ -118,7 +119,6 @@ FORBIDDEN = {
     "autoescape": "{% autoescape true %}{% endautoescape %}",
     "groupby": "{{ messages | groupby('role') }}",
     "a filter by name": "{{ messages | map('center', 1000000000) | list }}",
-    "call a text": "{{ 'a'() }}",
 }
 
 
@@ -138,6 +138,11 @@ def test_too_much_is_stopped(name: str) -> None:
 def test_the_forbidden_is_refused(name: str) -> None:
     with pytest.raises(TokenizerError, match="chat_template"):
         ChatTemplate(FORBIDDEN[name]).render(HELLO)
+
+
+def test_what_is_no_function_is_not_called() -> None:
+    with pytest.raises(TokenizerError, match="a str cannot be called in a chat template"):
+        ChatTemplate("{{ 'a'() }}").render(HELLO)
 
 
 def test_honest_templates_have_room() -> None:

@@ -333,8 +333,8 @@ class _ModelTensors:
             divisors = llama3_divisors(config.rope, config.head_dim)
             yield self._vector(ROPE_FREQS, divisors.size, lambda: divisors)
         for field, name in ROPE_FACTORS.items() if config.rope.rope_type == "longrope" else ():
-            factors = np.array(getattr(config.rope, field), dtype=np.float32)
-            yield self._vector(name, factors.size, partial(np.asarray, factors))
+            factors = getattr(config.rope, field)
+            yield self._vector(name, len(factors), partial(np.array, factors, np.float32))
         if not config.tie_word_embeddings:
             yield self._dense("lm_head", shape)
         for index in range(config.num_hidden_layers):
