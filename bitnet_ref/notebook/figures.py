@@ -77,6 +77,24 @@ def _describe_axes(ax: Any) -> str:
     return f"{ax.get_title()}, {words}".removeprefix(", ").replace("\n", " ")
 
 
+def gaps(figure: Figure) -> list[int]:
+    """Where the picture of a figure may be cut between panels that stand side by side: pixels from its left edge.
+
+    >>> from bitnet_ref.notebook.panels import lines, panels
+    >>> line = lines({"loss": ([0, 1], [3.0, 2.5])})
+    >>> [len(gaps(panels(*[line] * count))) for count in (1, 2, 3)]
+    [0, 1, 2]
+    """
+    figure.draw_without_rendering()
+    boxes = sorted((box.x0, box.x1) for box in (ax.get_tightbbox() for ax in figure.axes))
+    cuts, end = [], boxes[0][1]
+    for left, right in boxes[1:]:
+        if left > end:
+            cuts.append(round((end + left) / 2))
+        end = max(end, right)
+    return cuts
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the file's ending; the file is complete or not there at all."""
     with atomic_path(path) as temporary:
@@ -103,10 +121,10 @@ def figure_class() -> Any:
                     artist.set_color(INK)
             super().savefig(*arguments, **options)
 
-        def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+        def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
             buffer = io.BytesIO()
             self.savefig(buffer, format="png")
-            return buffer.getvalue(), {"alt": describe_figure(self)}
+            return buffer.getvalue(), {"alt": describe_figure(self), "gaps": gaps(self)}
 
     return ShownFigure
 
