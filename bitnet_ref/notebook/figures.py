@@ -86,13 +86,21 @@ def gaps(figure: Figure) -> list[int]:
     [0, 1, 2]
     """
     figure.draw_without_rendering()
-    boxes = sorted((box.x0, box.x1) for box in (ax.get_tightbbox() for ax in figure.axes))
-    cuts, end = [], boxes[0][1]
-    for left, right in boxes[1:]:
+    boxes: list[Any] = [ax.get_tightbbox() for ax in figure.axes]
+    (_, end), *spans = sorted((box.x0, box.x1) for box in boxes)
+    cuts = []
+    for left, right in spans:
         if left > end:
             cuts.append(round((end + left) / 2))
         end = max(end, right)
     return cuts
+
+
+def as_png(figure: Figure) -> tuple[bytes, dict[str, Any]]:
+    """The picture, and what a notebook keeps beside it: a text in its place, and its gaps."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue(), {"alt": describe_figure(figure), "gaps": gaps(figure)}
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -122,9 +130,7 @@ def figure_class() -> Any:
             super().savefig(*arguments, **options)
 
         def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue(), {"alt": describe_figure(self), "gaps": gaps(self)}
+            return as_png(self)
 
     return ShownFigure
 
@@ -170,7 +176,7 @@ def timeline(steps: Sequence[StepRecord], *, by_step: bool = False) -> Figure:
     places = [
         (i, 1.0) if by_step else ((step.start_s - zero) * 1e3, step.seconds * 1e3) for i, step in enumerate(steps)
     ]
-    size = (11, 1.9 + 0.32 * len(slots))
+    size = (6.2, 1.9 + 0.32 * len(slots))
     ratios = {"height_ratios": [max(1.0, 0.32 * len(slots)), 1.0]}
     figure, axes = new_figure(2, size=size, sharex=True, gridspec_kw=ratios)
     top, below = axes[:, 0]

@@ -159,7 +159,7 @@ def bars_of(report: BenchReport, part: str) -> Iterator[tuple[str, list[Bar]]]:
 
 
 def draw_bars(report: BenchReport, part: str) -> str:
-    """One SVG, as narrow as a phone: for each model its bars, each below its name and speed, and the line of the bound."""
+    """One SVG, as narrow as a phone: each bar below its name and speed, and the line of the bound."""
     row, wide, bound_at, top = 31, 360, 300, 24
     height, body = top, []
     for title, bars in bars_of(report, part):
