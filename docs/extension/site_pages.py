@@ -24,7 +24,7 @@ LINK = re.compile(r"\[(?P<text>[^]\n]+)]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*
 # Below the title of each notebook
 LESSON = (
     "*To do this lesson yourself: `bitnet-ref lab` in a clone ([install](../install.md)), "
-    "or download {{download}}`this notebook <{name}>`.*\n\n"
+    "or download [this notebook](path:{name}).*\n\n"
 )
 # A README lists its folder's pages; on the site they are also below it in the sidebar.
 FOLDER_PAGES = "\n\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
