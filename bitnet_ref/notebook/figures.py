@@ -78,7 +78,8 @@ def _describe_axes(ax: Any) -> str:
 
 
 def gaps(figure: Figure) -> list[int]:
-    """Where the picture of a figure may be cut between panels that stand side by side: pixels from its left edge.
+    """Where the picture of a figure may be cut between panels that stand side by side: pixels from its left edge. A panel
+    that has no labels of its own at its left is not parted from the one that has them.
 
     >>> from bitnet_ref.notebook.panels import lines, panels
     >>> line = lines({"loss": ([0, 1], [3.0, 2.5])})
@@ -87,10 +88,11 @@ def gaps(figure: Figure) -> list[int]:
     """
     figure.draw_without_rendering()
     boxes: list[Any] = [ax.get_tightbbox() for ax in figure.axes]
-    (_, end), *spans = sorted((box.x0, box.x1) for box in boxes)
+    labelled = [ax.yaxis.get_tick_params()["labelleft"] for ax in figure.axes]
+    (_, end, _), *spans = sorted((box.x0, box.x1, own) for box, own in zip(boxes, labelled, strict=True))
     cuts = []
-    for left, right in spans:
-        if left > end:
+    for left, right, own in spans:
+        if left > end and own:
             cuts.append(round((end + left) / 2))
         end = max(end, right)
     return cuts

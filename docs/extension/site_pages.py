@@ -121,8 +121,11 @@ def part_panels(output):
     if "gaps" not in about:
         return
     figure = Image.open(io.BytesIO(base64.b64decode(output["data"]["image/png"])))
+    edges = [*pairwise([0, *about["gaps"], figure.width])]
+    if max(right - left for left, right in edges) > 640:  # it could not be read in the width of a phone, and scrolls
+        return
     pictures = []
-    for left, right in pairwise([0, *about["gaps"], figure.width]):
+    for left, right in edges:
         panel = io.BytesIO()
         figure.crop((left, 0, right, figure.height)).save(panel, "PNG")
         data = base64.b64encode(panel.getvalue()).decode()
