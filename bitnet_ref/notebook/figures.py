@@ -78,8 +78,8 @@ def _describe_axes(ax: Any) -> str:
 
 
 def gaps(figure: Figure) -> list[int]:
-    """Where the picture of a figure may be cut between panels that stand side by side: pixels from its left edge. A panel
-    that has no labels of its own at its left is not parted from the one that has them.
+    """Where the picture of a figure may be cut between panels that stand side by side: pixels from its left edge. A
+    panel without labels at its left is not parted from the one that has them.
 
     >>> from bitnet_ref.notebook.panels import lines, panels
     >>> line = lines({"loss": ([0, 1], [3.0, 2.5])})
@@ -159,9 +159,10 @@ def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, Floats]]) -> Fi
             if before is not None and before[place] > 0 and now[place] == 0:
                 ax.plot(0, place, "x", color=WRONG, ms=6, clip_on=False)
         ax.set(title=title, xlabel="p")
+        ax.set_yticks(places, [plain(text) for text in texts], family="monospace")
+        ax.tick_params(labelleft=True)  # each panel can be read alone
         before = now
     axes[0, 0].set_xlim(left=0)
-    axes[0, 0].set_yticks(places, [plain(text) for text in texts], family="monospace")
     axes[0, 0].invert_yaxis()
     return figure
 

@@ -83,7 +83,10 @@ def rewrite_links(text, origin, page, repository_url):
             return f"[{match['text']}]({os.path.relpath(target, os.path.dirname(page))}{match['anchor'] or ''})"
         if not (ROOT / path).exists():
             return match[0]  # MyST warns of it
-        return f"[{match['text']}]({repository_url}/{path})" if repository_url else match["text"]
+        if repository_url is None:
+            return match["text"]
+        address = repository_url.partition("/blob/")[0] if path == "." else f"{repository_url}/{path}"
+        return f"[{match['text']}]({address})"
 
     return LINK.sub(rewrite, text)
 
