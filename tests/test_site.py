@@ -284,6 +284,18 @@ def test_panels_of_a_figure_are_pictures_that_make_up_the_whole():
     assert "scores, masked" in html
 
 
+def test_figures_fit_a_phone_but_for_two():
+    """A search's tree and a profile's icicles scroll to the side."""
+    wide = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", []):
+                if "image/png" in output.get("data", {}):
+                    site_pages.part_panels(output)
+                    wide += [] if "text/html" in output["data"] else [path.stem]
+    assert wide == ["07a_one_text", "07b_many_texts"]
+
+
 @pytest.mark.thorough
 @needs_chromium
 def test_slides_are_slides_and_need_no_network(tmp_path):
