@@ -286,6 +286,7 @@ def test_panels_of_a_figure_are_pictures_that_make_up_the_whole():
 
 def test_figures_fit_a_phone_but_for_two():
     """A search's tree and a profile's icicles scroll to the side."""
+    pytest.importorskip("PIL", reason="pip install '.[docs]'")
     wide = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
