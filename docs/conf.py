@@ -18,7 +18,9 @@ exclude_patterns = ["extension"]
 
 # Links from a page to a file that is not on the site lead here. Without it they are plain text.
 if "GITHUB_REPOSITORY" in os.environ:
-    repository_url = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/blob/{GITHUB_SHA}".format(**os.environ)
+    repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format(**os.environ)
+    repository_url = f"{repository}/blob/{os.environ['GITHUB_SHA']}"
+    html_theme_options = {"footer_icons": [{"name": "repository", "url": repository, "html": "Code", "class": ""}]}
 
 nb_render_markdown_format = "gfm"  # outputs have tables
 nb_execution_mode = "off"  # the notebooks are shown as they are stored

@@ -1,9 +1,11 @@
 """The site: what it documents is all that is public, its pictures are true, and every link leads somewhere."""
 
+import base64
 import doctest
 import functools
 import importlib
 import inspect
+import io
 import json
 import re
 import sys
@@ -225,6 +227,7 @@ def test_links_to_files_that_are_not_on_the_site():
     rest = "[b](https://x.org/a.md) [c](#d) [e](../files.md#f) ![g](h.png)"
     assert site_pages.rewrite_links(*arguments, None) == f"`a` {rest}"
     assert site_pages.rewrite_links(*arguments, "https://r") == f"[`a`](https://r/setup.py) {rest}"
+    assert site_pages.rewrite_links("[r](..)", "docs/x.md", "x.md", "https://r/blob/1") == "[r](https://r)"
     assert site_pages.rewrite_links("[w](wrong.md)", "docs/x.md", "x.md", None) == "[w](wrong.md)", "MyST warns of it"
     assert site_pages.rewrite_links("[u](docs/using.md)", "README.md", "first_text.md", None) == "[u](using.md)"
 
@@ -264,6 +267,35 @@ def test_figures_of_notebooks_have_their_texts_on_the_site():
             ]
             site_pages.describe_figures(cell)
             assert cell["metadata"].get("mystnb", {}).get("image", {}).get("alt", "") == " ".join(texts)
+
+
+def test_panels_of_a_figure_are_pictures_that_make_up_the_whole():
+    image = pytest.importorskip("PIL.Image", reason="pip install '.[docs]'")
+    cells = json.loads((ROOT / "notebooks" / "03a_one_head.ipynb").read_text(encoding="utf-8"))["cells"]
+    (output,) = [each for each in cells[31]["outputs"] if "image/png" in each["data"]]
+    whole = image.open(io.BytesIO(base64.b64decode(output["data"]["image/png"])))
+    site_pages.part_panels(output)
+    html = output["data"]["text/html"]
+    panels = [image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"base64,([^\"]+)", html)]
+    assert len(panels) == 2
+    joined = image.new("RGBA", whole.size)
+    for panel, left in zip(panels, (0, panels[0].width), strict=True):
+        joined.paste(panel.convert("RGBA"), (left, 0))
+    assert joined.tobytes() == whole.convert("RGBA").tobytes()
+    assert "scores, masked" in html
+
+
+def test_figures_fit_a_phone_but_for_two():
+    """A search's tree and a profile's icicles scroll to the side."""
+    pytest.importorskip("PIL", reason="pip install '.[docs]'")
+    wide = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", []):
+                if "image/png" in output.get("data", {}):
+                    site_pages.part_panels(output)
+                    wide += [] if "text/html" in output["data"] else [path.stem]
+    assert wide == ["07a_one_text", "07b_many_texts"]
 
 
 @pytest.mark.thorough

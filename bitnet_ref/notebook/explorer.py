@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .figures import Figure, describe_figure
+from .figures import Figure, as_png
 
 
 class Slider(NamedTuple):
@@ -43,11 +42,8 @@ class Explorer:
             self.problem = f"{type(error).__name__}: {error}"
 
     def _draw_png(self) -> bytes:
-        buffer = io.BytesIO()
-        figure = self.draw(**self.values)
-        figure.savefig(buffer, format="png")
-        self.alt = describe_figure(figure)
-        return buffer.getvalue()
+        png, self.about = as_png(self.draw(**self.values))
+        return png
 
     def _build(self, sliders: Sequence[Slider]) -> Any:
         try:
@@ -78,7 +74,7 @@ class Explorer:
         if self.widget is not None:
             widget = self.widget._repr_mimebundle_()
             bundle |= {kind: data for kind, data in widget.items() if kind.startswith("application/")}
-        return bundle, {"image/png": {"alt": self.alt}}
+        return bundle, {"image/png": self.about}
 
     def __repr__(self) -> str:
         return f"<bitnet_ref.notebook.Explorer {', '.join(f'{name} {v:g}' for name, v in self.values.items())}>"

@@ -77,6 +77,34 @@ def _describe_axes(ax: Any) -> str:
     return f"{ax.get_title()}, {words}".removeprefix(", ").replace("\n", " ")
 
 
+def gaps(figure: Figure) -> list[int]:
+    """Where the picture of a figure may be cut between panels that stand side by side: pixels from its left edge. A
+    panel without labels at its left is not parted from the one that has them.
+
+    >>> from bitnet_ref.notebook.panels import lines, panels
+    >>> line = lines({"loss": ([0, 1], [3.0, 2.5])})
+    >>> [len(gaps(panels(*[line] * count))) for count in (1, 2, 3)]
+    [0, 1, 2]
+    """
+    figure.draw_without_rendering()
+    boxes: list[Any] = [ax.get_tightbbox() for ax in figure.axes]
+    labelled = [ax.yaxis.get_tick_params()["labelleft"] for ax in figure.axes]
+    (_, end, _), *spans = sorted((box.x0, box.x1, own) for box, own in zip(boxes, labelled, strict=True))
+    cuts = []
+    for left, right, own in spans:
+        if left > end and own:
+            cuts.append(round((end + left) / 2))
+        end = max(end, right)
+    return cuts
+
+
+def as_png(figure: Figure) -> tuple[bytes, dict[str, Any]]:
+    """The picture, and what a notebook keeps beside it: a text in its place, and its gaps."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue(), {"alt": describe_figure(figure), "gaps": gaps(figure)}
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the file's ending; the file is complete or not there at all."""
     with atomic_path(path) as temporary:
@@ -103,10 +131,8 @@ def figure_class() -> Any:
                     artist.set_color(INK)
             super().savefig(*arguments, **options)
 
-        def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue(), {"alt": describe_figure(self)}
+        def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
+            return as_png(self)
 
     return ShownFigure
 
@@ -133,9 +159,10 @@ def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, Floats]]) -> Fi
             if before is not None and before[place] > 0 and now[place] == 0:
                 ax.plot(0, place, "x", color=WRONG, ms=6, clip_on=False)
         ax.set(title=title, xlabel="p")
+        ax.set_yticks(places, [plain(text) for text in texts], family="monospace")
+        ax.tick_params(labelleft=True)  # each panel can be read alone
         before = now
     axes[0, 0].set_xlim(left=0)
-    axes[0, 0].set_yticks(places, [plain(text) for text in texts], family="monospace")
     axes[0, 0].invert_yaxis()
     return figure
 
@@ -152,7 +179,7 @@ def timeline(steps: Sequence[StepRecord], *, by_step: bool = False) -> Figure:
     places = [
         (i, 1.0) if by_step else ((step.start_s - zero) * 1e3, step.seconds * 1e3) for i, step in enumerate(steps)
     ]
-    size = (11, 1.9 + 0.32 * len(slots))
+    size = (6.2, 1.9 + 0.32 * len(slots))
     ratios = {"height_ratios": [max(1.0, 0.32 * len(slots)), 1.0]}
     figure, axes = new_figure(2, size=size, sharex=True, gridspec_kw=ratios)
     top, below = axes[:, 0]

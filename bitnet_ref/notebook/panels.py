@@ -35,6 +35,7 @@ def panels(
         ax.remove()
     for ax, draw in zip(axes.flat, draws, strict=False):
         draw(ax)
+        ax.tick_params(labelleft=True)  # also where y is shared, so that each panel can be read alone
     return figure
 
 

@@ -190,7 +190,7 @@ def draw(app):
     measured = report.BenchReport.of(json.loads((Path(app.srcdir) / "speed.json").read_text()))
     pictures = {"house": draw_house(), "layer": draw_layer()}
     for part in ("decode", "prompt"):
-        pictures[f"speed_{part}"] = f'<div class="diagram">{report.draw_bars(measured, part)}</div>\n'
+        pictures[f"speed_{part}"] = report.draw_bars(measured, part) + "\n"
     for name, content in pictures.items():
         path = folder / f"{name}.svg"
         if not path.is_file() or path.read_text() != content:  # Sphinx reads the page again only after a change

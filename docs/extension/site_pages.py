@@ -1,9 +1,13 @@
 """Pages of the site that lie outside docs/, and the links between all of them, as they stand in the repository."""
 
+import base64
+import io
 import json
 import os
 import re
 import shutil
+from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +21,11 @@ COPIES = {
 }
 SHOWN = {"README.md": "index.md", "notebooks/tinybitnet.py": "tinybitnet.md"}  # files inside a page of docs/
 LINK = re.compile(r"\[(?P<text>[^]\n]+)]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
+# Below the title of each notebook
+LESSON = (
+    "*To do this lesson yourself: `bitnet-ref lab` in a clone ([install](../install.md)), "
+    "or download [this notebook](path:{name}).*\n\n"
+)
 # A README lists its folder's pages; on the site they are also below it in the sidebar.
 FOLDER_PAGES = "\n\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 
@@ -74,7 +83,10 @@ def rewrite_links(text, origin, page, repository_url):
             return f"[{match['text']}]({os.path.relpath(target, os.path.dirname(page))}{match['anchor'] or ''})"
         if not (ROOT / path).exists():
             return match[0]  # MyST warns of it
-        return f"[{match['text']}]({repository_url}/{path})" if repository_url else match["text"]
+        if repository_url is None:
+            return match["text"]
+        address = repository_url.partition("/blob/")[0] if path == "." else f"{repository_url}/{path}"
+        return f"[{match['text']}]({address})"
 
     return LINK.sub(rewrite, text)
 
@@ -88,8 +100,12 @@ def read_page(app, docname, source):
     elif path.endswith(".ipynb"):  # Sphinx wants to know the lexer of the cells
         notebook = json.loads(source[0])
         notebook["metadata"]["language_info"]["pygments_lexer"] = "python"
+        title, _, *text = notebook["cells"][0]["source"]
+        notebook["cells"][0]["source"] = [title, "\n", LESSON.format(name=os.path.basename(path)), *text]
         for cell in notebook["cells"]:
             describe_figures(cell)
+            for output in cell.get("outputs", []):
+                part_panels(output)
         source[0] = json.dumps(notebook)
 
 
@@ -98,6 +114,28 @@ def describe_figures(cell):
     metadata = [output.get("metadata", {}).get("image/png", {}) for output in cell.get("outputs", [])]
     if texts := [each["alt"] for each in metadata if "alt" in each]:
         cell["metadata"]["mystnb"] = {"image": {"alt": " ".join(texts)}}
+
+
+def part_panels(output):
+    """Make a picture for each panel of a figure, so that they stand below one another on a phone."""
+    from PIL import Image  # the tests of links do not need it
+
+    about = output.get("metadata", {}).get("image/png", {})
+    if "gaps" not in about:
+        return
+    figure = Image.open(io.BytesIO(base64.b64decode(output["data"]["image/png"])))
+    edges = [*pairwise([0, *about["gaps"], figure.width])]
+    if max(right - left for left, right in edges) > 640:  # it could not be read in the width of a phone, and scrolls
+        return
+    pictures = []
+    for left, right in edges:
+        panel = io.BytesIO()
+        figure.crop((left, 0, right, figure.height)).save(panel, "PNG")
+        data = base64.b64encode(panel.getvalue()).decode()
+        share = f"--share: {(right - left) / figure.width:.3%}"
+        pictures.append(f'<img alt="" width="{right - left}" style="{share}" src="data:image/png;base64,{data}">')
+    label = f'role="img" aria-label="{escape(about["alt"])}" style="max-width: {figure.width}px"'
+    output["data"] = {"text/html": f'<div class="panels" {label}>{"".join(pictures)}</div>'}
 
 
 def read_include(app, relative_path, docname, content):

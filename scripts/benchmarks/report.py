@@ -159,37 +159,34 @@ def bars_of(report: BenchReport, part: str) -> Iterator[tuple[str, list[Bar]]]:
 
 
 def draw_bars(report: BenchReport, part: str) -> str:
-    """One SVG: for each model its bars, and the line of the bound."""
-    row, left, wide, top = 22, 270, 340, 26
+    """One SVG, as narrow as a phone: each bar below its name and speed, and the line of the bound."""
+    row, wide, bound_at, top = 31, 360, 300, 24
     height, body = top, []
     for title, bars in bars_of(report, part):
         for number, bar in enumerate(bars):
-            y = height + row * number
-            length = min(1.15, bar.share or 0) * wide
+            y, kind = height + row * number, min(number, 1)
+            length = min(wide / bound_at, bar.share or 0) * bound_at
             name = title if number == 0 else bar.name
             share = "" if bar.share is None else f" ({bar.share:.2f})"
-            body.append(
-                f'<text x="{left - 8}" y="{y + 14}" text-anchor="end" class="n{min(number, 1)}">{escape(name)}</text>'
-            )
-            body.append(
-                f'<rect x="{left}" y="{y + 3}" width="{length:.1f}" height="{row - 7}" class="b{min(number, 1)}"/>'
-            )
-            body.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{in_words(bar.speed)}{share}</text>')
+            body.append(f'<text x="0" y="{y + 12}" class="n{kind}">{escape(name)}</text>')
+            body.append(f'<text x="{wide}" y="{y + 12}" text-anchor="end">{in_words(bar.speed)}{share}</text>')
+            if bar.share is not None:
+                body.append(f'<rect x="0" y="{y + 17}" width="{length:.1f}" height="9" class="b{kind}"/>')
+                body.append(f'<line x1="{bound_at}" y1="{y + 16}" x2="{bound_at}" y2="{y + 27}"/>')
         height += row * len(bars) + 6
     bound = {"decode": "what memory read allows", "prompt": "rate of the product instruction"}[part]
-    body.append(f'<line x1="{left + wide}" y1="{top - 6}" x2="{left + wide}" y2="{height}"/>')
-    body.append(f'<text x="{left + wide}" y="{top - 12}" text-anchor="middle">{bound}</text>')
+    body.append(f'<text x="{bound_at}" y="12" text-anchor="end">{bound}</text>')
+    body.append(f'<line x1="{bound_at}" y1="15" x2="{bound_at}" y2="{top}"/>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 150} {height + 4}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {height}" role="img" '
         f'class="speeds" aria-label="{part}: tokens per second, and their share of the bound">'
         f"<style>{BAR_STYLE}</style>{''.join(body)}</svg>"
     )
 
 
 BAR_STYLE = (
-    ".speeds{max-width:100%;width:720px}.speeds text{font:12px sans-serif;fill:currentColor}.speeds .n1{opacity:.7}"
-    ".speeds line{stroke:currentColor;stroke-dasharray:4 3;opacity:.4}"
-    ".speeds .b0{fill:#2f81f7}.speeds .b1{fill:#8c959f}"
+    ".speeds{width:100%;max-width:460px}.speeds text{font:12px sans-serif;fill:currentColor}.speeds .n1{opacity:.7}"
+    ".speeds line{stroke:currentColor;opacity:.6}.speeds .b0{fill:#2f81f7}.speeds .b1{fill:#8c959f}"
 )
 PAGE_STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"

@@ -113,6 +113,7 @@ def test_panels_draw_their_data():
     png, metadata = figure._repr_png_()
     assert png.startswith(b"\x89PNG")
     assert metadata["alt"]
+    assert len(metadata["gaps"]) == figure.axes[0].get_gridspec().ncols - 1
 
 
 def test_panels_draw_counts_spreads_and_texts():
