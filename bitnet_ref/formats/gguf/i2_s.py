@@ -136,7 +136,7 @@ class StaleTail:
 # -- which layout ------------------------------------------------------------------------------------------------------
 
 _DECIDED = 40.0  # the lead that the best layout's sum of squares needs; by chance it moves by about 5 to 10
-_MAX_LINES = 255  # whose flags are added in a byte
+_LINES_AT_A_TIME = 255  # their flags are added in a byte
 _EIGHT_ONES = np.uint64(0x0101010101010101)
 _BLOCK = 128  # x86 and arm differ by a permutation inside each block of 128 columns
 
@@ -207,8 +207,8 @@ def _densities_of_all(codes: NDArray[np.uint8]) -> dict[str, tuple[Floats, Float
     groups, k = codes.shape
     columns = np.zeros((4, k), dtype=np.int32)  # (field, byte)
     rows = np.empty((groups, 4, 4), dtype=np.int32)  # (line, field, quarter)
-    for start in range(0, groups, _MAX_LINES):
-        some = slice(start, start + _MAX_LINES)
+    for start in range(0, groups, _LINES_AT_A_TIME):
+        some = slice(start, start + _LINES_AT_A_TIME)
         differs = codes[some] ^ np.uint8(0x55)  # from code 1
         nonzero = (differs | differs >> 1) & np.uint8(0x55)
         for field, shift in enumerate(_SHIFTS):
