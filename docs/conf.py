@@ -17,7 +17,7 @@ extensions += ["site_pages", "site_docstrings", "site_diagrams", "site_formulas"
 exclude_patterns = ["extension"]
 
 # Links from a page to a file that is not on the site lead here. Without it they are plain text.
-if "GITHUB_REPOSITORY" in os.environ:
+if {"GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_SHA"} <= os.environ.keys():
     repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format(**os.environ)
     repository_url = f"{repository}/blob/{os.environ['GITHUB_SHA']}"
     html_theme_options = {"footer_icons": [{"name": "repository", "url": repository, "html": "Code", "class": ""}]}
