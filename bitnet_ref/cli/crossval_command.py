@@ -481,8 +481,9 @@ def draw(crossings: list[Crossing], required: list[str], out: Console, causes: b
     rows = [(each.opponent, style_text(each.verdict, VERDICT_STYLES[each.agrees])) for each in crossings]
     out.print(make_table(("|", ""), rows))
     for crossing in crossings:
-        for gap in crossing.gaps:  # that tensors are missing, the verdict says
-            if (crossing.strict or any(each.unknown for each in crossing.comparisons)) and gap not in crossing.verdict:
+        is_named = crossing.strict or any(each.unknown for each in crossing.comparisons)
+        for gap in crossing.gaps if is_named else crossing.misnamed_in_words:  # the verdict counts what is missing
+            if gap not in crossing.verdict:
                 out.print(style_text(f"{crossing.opponent}: {gap}", "yellow"))
         every = (*crossing.comparisons, *crossing.long)
         differing = [each for each in every if (bad := each.first_divergence) is not None and bad.n_values]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..reference.layers import Array
-from .compare import DIFFERS, Comparison, Tensors, View
+from .compare import DIFFERS, Comparison, Tensors, View, count_tensors, listed
 from .names import LOGITS, layer_of
 from .tolerances import SAME_TENSOR
 
@@ -35,14 +35,23 @@ def misnamed(reference: Tensors, candidate: Tensors, comparison: Comparison) -> 
 
 
 def in_words(names: dict[str, Meant]) -> list[str]:
-    """One sentence for each kind of tensor."""
-    roles = {_role(name): meant for name, meant in names.items()}
-    return [
-        f"{role} holds the inverse of {other}: record {other}"
-        if inverse
-        else f"{role} holds {other}, and was compared as such: record it there, or {role} at its own place"
-        for role, (other, inverse) in roles.items()
-    ]
+    """One sentence for each kind of tensor that is held: how many were not compared under their names, and why."""
+    groups: dict[Meant, list[str]] = {}
+    for name, (other, inverse) in names.items():
+        meant = "" if inverse and other == _role(name) else other  # the inverse of itself is said once for all
+        groups.setdefault((meant, inverse), []).append(name)
+    return [_in_words(given, *meant) for meant, given in groups.items()]
+
+
+def _in_words(names: list[str], other: str, inverse: bool) -> str:
+    roles = listed(list(dict.fromkeys(map(_role, names))))
+    if inverse:
+        held = f"the inverse of {other or 'what is meant'}; record {other or 'the numbers themselves'}"
+    else:
+        held = f"{other}; record it there, or {roles} at its own place"
+    hold = "hold" if ", " in roles else "holds"
+    under = "its name" if len(names) == 1 else "their names"
+    return f"{count_tensors(names)} not compared under {under}: {roles} {hold} {held}"
 
 
 def under_right_names(candidate: View, names: dict[str, Meant]) -> View:

@@ -121,10 +121,15 @@ class Crossing:
     strict: bool = False  # tensors that are missing or have unknown names are no agreement
 
     @property
+    def misnamed_in_words(self) -> list[str]:
+        """The sentences of `gaps` about tensors that hold another one's numbers."""
+        return in_words(self.misnamed)
+
+    @property
     def gaps(self) -> list[str]:
         """What is wrong with a trace's names, and what the comparison of the whole run left out: names that no run has,
         tensors that were not recorded."""
-        return in_words(self.misnamed) + [
+        return self.misnamed_in_words + [
             gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps
         ]
 

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers import DATA, model
 
+from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.misnamed import in_words, misnamed
 from bitnet_ref.crossval.opponents import cross_trace
@@ -48,7 +50,7 @@ def test_a_tensor_under_another_name_is_said_to_be_so(family, given, tmp_path):
     crossing = crossed(m, tensors, tmp_path / "t")
     assert crossing.agrees, crossing.verdict
     (sentence,) = [gap for gap in crossing.gaps if "holds" in gap]
-    assert sentence.startswith(f"{given} holds {held}, and was compared as such")
+    assert f"not compared under their names: {given} holds {held}; record it there" in sentence
     assert not crossed(m, tensors, tmp_path / "t", strict=True).agrees
 
 
@@ -69,7 +71,23 @@ def test_an_inverse_is_said_to_be_one(tmp_path):
     tensors = {name: 1 / x if name.endswith(("hook_x_scale", "ln1.hook_scale")) else x for name, x in right.items()}
     crossing = crossed(m, tensors, tmp_path / "t")
     assert crossing.agrees, crossing.verdict
-    assert "ln1.hook_scale holds the inverse of ln1.hook_scale: record ln1.hook_scale" in crossing.gaps
+    (sentence,) = [gap for gap in crossing.gaps if "hold" in gap]
+    assert sentence.startswith("48 tensors not compared under their names: ln1.hook_scale, attn.q_proj.hook_x_scale, ")
+    assert sentence.endswith("and 4 more hold the inverse of what is meant; record the numbers themselves")
+
+
+def test_the_screen_says_which_tensors_were_not_compared(tmp_path):
+    m, right = recorded("storyteller")
+    crossed(m, {**right, "blocks.2.attn.hook_q": right["blocks.2.attn.hook_rot_q"]}, tmp_path / "t")
+    shown = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "t")])
+    words = " ".join(shown.stdout.split())
+    assert "AGREES, free-running: 315 of 316 tensors" in words
+    assert "1 tensor not compared under its name: attn.hook_q holds attn.hook_rot_q; record it there" in words
+    thin = {name: x for name, x in right.items() if name.endswith(("hook_resid_post", "lm_head.hook_out"))}
+    crossed(m, thin, tmp_path / "t")
+    shown = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "t")])
+    assert "7 of 316 tensors" in shown.stdout
+    assert "not " not in shown.stdout
 
 
 def test_a_mistake_is_no_wrong_name(tmp_path):
