@@ -28,7 +28,7 @@ def misnamed(reference: Tensors, candidate: Tensors, comparison: Comparison) -> 
         if role in meant_by_role:
             others = [other for other in others if _role(other) == meant_by_role[role][0]]
         others.sort(key=lambda other: other.rpartition(".")[0] != name.rpartition(".")[0])  # the nearest first
-        meant = _held(np.asarray(candidate[name]), reference, others)
+        meant = _held(name, np.asarray(candidate[name]), reference, others)
         if meant is None or meant_by_role.setdefault(role, meant) != meant:
             return {}
     return {name: meant_by_role[_role(name)] for name in wrong}
@@ -68,8 +68,8 @@ def _role(name: str) -> str:
     return name if layer_of(name) is None else name.split(".", 2)[2]
 
 
-def _held(theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
-    """The tensor whose numbers, or whose inverse, these are."""
+def _held(name: str, theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
+    """The other tensor whose numbers these are, or the one whose inverse."""
     wide = theirs.astype(np.float64).reshape(-1)
     if not wide.size or not np.isfinite(wide).all():
         return None
@@ -78,7 +78,7 @@ def _held(theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
         if right.size != wide.size or not np.isfinite(right).all():
             continue
         limit = SAME_TENSOR * np.linalg.norm(right)
-        if np.linalg.norm(wide - right) <= limit:
+        if other != name and np.linalg.norm(wide - right) <= limit:
             return _role(other), False
         if (wide != 0).all() and np.linalg.norm(1 / wide - right) <= limit:
             return _role(other), True

@@ -271,7 +271,8 @@ def explain_trace(
         free = crossing.comparisons[-1]
         if not free.agrees and free.problem is None:
             with suppress(*IMPOSSIBLE):  # it only illustrates the verdict
-                crossing.worked = work_through(Setting.of(reference, run.token_ids, run), run)
+                bad = next(each.first_divergence for each in crossing.comparisons if each.first_divergence is not None)
+                crossing.worked = work_through(Setting.of(reference, run.token_ids, run), run, bad.name)
         left_s = None if budget_s is None else budget_s - (time.process_time() - started)
         causes = diagnose(reference, run.token_ids, run, free, progress=progress, budget_s=left_s)
         if crossing.other_tokens is not None:

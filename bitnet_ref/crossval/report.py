@@ -251,6 +251,8 @@ class Crossing:
                 total = len(first.missing_between)
                 words = f"record next, of the {total} tensors before the first that differs: "
                 sentences.append(words + ", ".join(first.record_next))
+        if self.causes.recording:
+            sentences.append(self.causes.recording)
         if stopped := self.causes.stopped:
             sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
         if failed := self.causes.failed:

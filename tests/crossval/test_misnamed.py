@@ -1,4 +1,4 @@
-"""Right tensors under wrong names are no difference; a mistake that looks like one is."""
+"""Right tensors under wrong names are no difference; a mistake that looks like one is. Arrays that no engine used."""
 
 import numpy as np
 import pytest
@@ -113,3 +113,47 @@ def test_without_logits_nothing_is_renamed():
     tensors = {"blocks.0.attn.hook_q": right["blocks.0.attn.hook_rot_q"]}
     assert misnamed(right, tensors, compare(right, tensors, m.config, TOKENS)) == {}
     assert in_words({}) == []
+
+
+# how a tensor of the file alone is wrong -> the line of the reference that the verdict leads to
+UNUSED = {
+    "blocks.2.attn.hook_v": (lambda x: np.roll(x, 1, axis=0), "split_heads: v ="),
+    "blocks.3.mlp.down_proj.hook_x_int8": (lambda x: x + (np.arange(x.size) == 5).reshape(x.shape), "quantize_activ"),
+    "blocks.4.hook_resid_post": (lambda x: x * np.float32(1.01), "feed_forward: return be.add"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_numbers_that_the_engine_did_not_use_are_no_mistake_of_it(name, tmp_path):
+    m, right = recorded("storyteller")
+    change, line = UNUSED[name]
+    wrong = {**right, name: change(right[name]).astype(right[name].dtype)}
+    if name.endswith("hook_resid_post"):
+        wrong = {each: x for each, x in wrong.items() if each.endswith(("hook_resid_post", "lm_head.hook_out"))}
+    crossing = crossed(m, wrong, tmp_path / "t")
+    assert not crossing.agrees
+    assert crossing.verdict.endswith(crossing.comparisons[0].verdict)  # no cause
+    words = f"the logits and everything after {name} agree, so the engine did not use these numbers: look at where"
+    assert [sentence[: len(words)] for sentence in crossing.diagnosis()] == [words]
+    (example,) = crossing.examples()
+    assert line in example
+
+
+def test_numbers_that_the_engine_may_have_used_are_looked_into(tmp_path):
+    """Without the logits, and where what follows is wrong as well, the causes are those of a mistake."""
+    m, right = recorded("storyteller")
+    first = {name: right[name] for name in list(right)[: list(right).index("blocks.0.attn.hook_z")]}
+    shifted = {**first, "blocks.0.attn.hook_v": np.roll(first["blocks.0.attn.hook_v"], 1, axis=0)}
+    (cause,) = [each for each in crossed(m, shifted, tmp_path / "t").diagnosis() if "confirmed" in each]
+    assert "v, in layer 0 only: each token has it of the previous token" in cause
+
+
+def test_a_trace_of_zeros_has_no_causes(tmp_path):
+    m, right = recorded("storyteller")
+    names = ["hook_embed", "blocks.0.attn.q_proj.hook_x_scale", "blocks.0.hook_resid_post"]
+    crossing = crossed(m, {name: np.zeros_like(right[name]) for name in names}, tmp_path / "t")
+    assert crossing.diagnosis() == ["all 3 tensors are all zeros: were the arrays filled before they were recorded?"]
+    assert crossing.examples() == []
+    one = {"hook_embed": np.zeros_like(right["hook_embed"]), names[2]: right[names[2]]}
+    (cause,) = crossed(m, one, tmp_path / "t").diagnosis()
+    assert "the embedding: it is all zeros" in cause
