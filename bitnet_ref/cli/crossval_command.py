@@ -533,14 +533,19 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
 
 
 def _draw_linear(verdict: LinearVerdict, out: Console) -> None:
+    """The verdict; of a layer that differs the wrong lines, each with one value, and a row for each of the others."""
     styles = {"right": "green", "a choice": "yellow", "-": "dim"}
     out.print(style_text(verdict.sentence, VERDICT_STYLES[verdict.agrees]), soft_wrap=True)
-    if verdict.agrees is False:
-        rows = [
-            (each.line, style_text(each.status, styles.get(each.status, "red")), each.text, each.example)
-            for each in verdict.lines
-        ]
-        out.print(make_table(("|line", "|", "|what it does", "|one value"), rows))
+    if verdict.agrees is not False:
+        return
+    out.print()
+    for each in verdict.wrong:
+        out.print(style_text(f"{each.status}: {each.line}: {each.text}", "red"))
+        out.print(style_text(f"  {each.example}"))
+    out.print()
+    others = [each for each in verdict.lines if each not in verdict.wrong]
+    rows = [(style_text(each.status, styles[each.status]), each.line, each.text) for each in others]
+    out.print(make_table(("|", "|", ""), rows))
 
 
 def _draw_precision(bench: PrecisionBench, out: Console) -> None:
