@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -54,10 +55,19 @@ VERDICT_STYLES = {None: "yellow", True: "green", False: "red"}  # by whether it 
 
 
 class _FileOrFolder(OutputFile):
-    """A file to be written, or a folder for several."""
+    """A file to be written, or a folder for several: one that exists, or a name that ends in "/", which is made."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        return Path(value) if Path(value).is_dir() else super().convert(value, param, ctx)
+        path = Path(value)
+        if path.is_dir():
+            return path
+        super().convert(value, param, ctx)
+        if str(value).endswith(("/", os.sep)):
+            try:
+                path.mkdir()
+            except OSError as error:
+                self.fail(f"{value}: {error.strerror}", param, ctx)
+        return path
 
 
 _ENGINES = {
@@ -226,7 +236,7 @@ def record(
 ) -> None:
     """Run MODEL and write its named tensors to the trace FILE.
 
-    If FILE is a folder that exists, or several --runs are asked for, each run is written to a file of its own in it:
+    If FILE is a folder or ends in "/", or several --runs are asked for, each run is written to a file of its own in it:
     short, long, decode (token by token), pieces (calls of 3, 8, 1 tokens), batch (two sequences at once).
     """
     from ..crossval.runs import DEFAULT_RUNS, FEW_NAMES, plan, record_run
