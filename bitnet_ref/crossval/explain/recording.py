@@ -10,9 +10,10 @@ from ...backends.loaded import LoadedModel
 from ...families.family import Edit, like
 from ...reference.layers import Array
 from ..compare import DIFFERS, Comparison, compare, count_tensors
-from ..names import LOGITS
+from ..names import LOGITS, is_by_head
+from .edits import changes
 from .variants import IMPOSSIBLE, Setting, Step
-from .wording import role
+from .wording import noun, role
 
 
 def wrong_recording(
@@ -22,31 +23,46 @@ def wrong_recording(
     wrong = [op.name for op in comparison.ops if op.status == DIFFERS]
     if len(candidate) > 1 and not any(np.any(array) for array in candidate.values()):
         return f"all {count_tensors(candidate)} are all zeros: were the arrays filled before they were recorded?"
-    if not _is_unused(model, tokens, candidate, comparison, wrong):
+    try:
+        held = _held_unused(Setting.of(model, tokens, candidate), candidate, comparison, wrong)
+    except IMPOSSIBLE:
+        return ""
+    if held is None:
         return ""
     right = f"everything after {wrong[0]}" if len(wrong) == 1 else f"every tensor but {role(wrong[0])}"
-    return f"the logits and {right} agree, so the engine did not use these numbers: look at where it is recorded"
+    text = f"the logits and {right} agree, so the engine did not use these numbers: look at where it is recorded"
+    return f"{text}; {held}" if held else text
 
 
-def _is_unused(
-    model: LoadedModel, tokens: Sequence[int], candidate: Mapping[str, Array], comparison: Comparison, wrong: list[str]
-) -> bool:
-    """Whether only this tensor is wrong, and the engine's later ones are not what follows from it."""
+def _held_unused(
+    setting: Setting, candidate: Mapping[str, Array], comparison: Comparison, wrong: list[str]
+) -> str | None:
+    """What the first wrong tensor holds, "" if it is nothing simple.
+
+    None unless only this tensor is wrong, be it in several layers, and the later ones are not what follows from it.
+    """
     has_logits = any(op.name == LOGITS for op in comparison.ops)
     if not has_logits or LOGITS in wrong or len(set(map(role, wrong))) != 1:
-        return False
-    theirs, setting = np.asarray(candidate[wrong[0]]), Setting.of(model, tokens, candidate)
-
-    def differing(edits: Mapping[str, Edit]) -> list[str]:
-        tensors = setting.with_edits(edits).run(candidate.__contains__)
-        ops = compare(tensors, candidate, setting.config, setting.tokens).ops
-        return [op.name for op in ops if op.status == DIFFERS]
+        return None
+    name = wrong[0]
 
     def as_recorded(step: Step, compute: Edit, *inputs: Array) -> Array:
         right = compute(*inputs)
-        return like(theirs.reshape(right.shape), right)
+        return like(np.asarray(candidate[name]).reshape(right.shape), right)
 
-    try:
-        return differing({}) == wrong and not set(differing({wrong[0]: as_recorded})) <= set(wrong)
-    except IMPOSSIBLE:
-        return False
+    right, used = setting.run(candidate.__contains__), setting.with_edits({name: as_recorded}).run()
+    if _differing(right, candidate, setting) != wrong or set(_differing(used, candidate, setting)) <= set(wrong):
+        return None
+    theirs = np.asarray(candidate[name]).reshape(right[name].shape)
+    rows = sorted(changes(right[name], is_by_head(name)), key=lambda row: row[0])
+    return next((words.format(x=noun(name)) for _, words, change in rows if _is_same(change(right[name]), theirs)), "")
+
+
+def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], setting: Setting) -> list[str]:
+    ops = compare(tensors, candidate, setting.config, setting.tokens).ops
+    return [op.name for op in ops if op.status == DIFFERS]
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    size = float(np.abs(other).max(where=np.isfinite(other), initial=0))
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-4, atol=1e-5 * size)
