@@ -189,6 +189,7 @@ def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -
         if i == wrong:
             continue
         run = FurtherRun(path.stem, facts[i].tokens, facts[i].words, each.comparisons, failed=each.failed)
+        run.misnamed = each.misnamed
         if not crossing.agrees and each.agrees and facts[i].ids == facts[wrong].ids:
             run.same_as_short = False
         crossing.further.append(run)

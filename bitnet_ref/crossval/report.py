@@ -68,6 +68,7 @@ class FurtherRun:
     failed: str | None = None
     same_as_short: bool | None = None
     place: str = ""  # the sequences that are wrong
+    misnamed: dict[str, Meant] = field(default_factory=dict)  # as of a crossing
 
     @property
     def agrees(self) -> bool | None:
@@ -122,8 +123,9 @@ class Crossing:
 
     @property
     def misnamed_in_words(self) -> list[str]:
-        """The sentences of `gaps` about tensors that hold another one's numbers."""
-        return in_words(self.misnamed)
+        """The sentences of `gaps` about tensors that hold another one's numbers, in any of the runs."""
+        of_further = [f"{run.name}: {sentence}" for run in self.further for sentence in in_words(run.misnamed)]
+        return in_words(self.misnamed) + of_further
 
     @property
     def gaps(self) -> list[str]:

@@ -83,6 +83,9 @@ def test_the_screen_says_which_tensors_were_not_compared(tmp_path):
     words = " ".join(shown.stdout.split())
     assert "AGREES, free-running: 315 of 316 tensors" in words
     assert "1 tensor not compared under its name: attn.hook_q holds attn.hook_rot_q; record it there" in words
+    write_trace(tmp_path / "right", right, TOKENS, engine="theirs")
+    shown = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "right"), str(tmp_path / "t")])
+    assert "t: 1 tensor not compared under its name" in " ".join(shown.stdout.split())
     thin = {name: x for name, x in right.items() if name.endswith(("hook_resid_post", "lm_head.hook_out"))}
     crossed(m, thin, tmp_path / "t")
     shown = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "t")])
