@@ -11,6 +11,7 @@ from ...families.family import Edit, like
 from ...reference.layers import Array
 from ..compare import DIFFERS, Comparison, compare, count_tensors
 from ..names import LOGITS, is_by_head
+from ..tolerances import UNUSED_EXCESS
 from .edits import changes
 from .variants import IMPOSSIBLE, Setting, Step
 from .wording import noun, role
@@ -51,16 +52,21 @@ def _held_unused(
         return like(np.asarray(candidate[name]).reshape(right.shape), right)
 
     right, used = setting.run(candidate.__contains__), setting.with_edits({name: as_recorded}).run()
-    if _differing(right, candidate, setting) != wrong or set(_differing(used, candidate, setting)) <= set(wrong):
+    excess = _differing(right, candidate, setting)
+    if list(excess) != wrong or excess[name] < UNUSED_EXCESS:
+        return None
+    follows = [size for each, size in _differing(used, candidate, setting).items() if each not in wrong]
+    if max(follows, default=0.0) < UNUSED_EXCESS:
         return None
     theirs = np.asarray(candidate[name]).reshape(right[name].shape)
     rows = sorted(changes(right[name], is_by_head(name)), key=lambda row: row[0])
     return next((words.format(x=noun(name)) for _, words, change in rows if _is_same(change(right[name]), theirs)), "")
 
 
-def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], setting: Setting) -> list[str]:
+def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], setting: Setting) -> dict[str, float]:
+    """{name: by which factor it is beyond its tolerance} of the tensors that differ."""
     ops = compare(tensors, candidate, setting.config, setting.tokens).ops
-    return [op.name for op in ops if op.status == DIFFERS]
+    return {op.name: op.excess for op in ops if op.status == DIFFERS}
 
 
 def _is_same(one: Array, other: Array) -> bool:
