@@ -207,6 +207,7 @@ def unexplained(tmp_path_factory):
     for layer in range(6):
         z = tensors[f"blocks.{layer}.attn.hook_z"]
         z[:, 1] = np.cos(z[:, 1]) * np.float32(0.7) + z[:, 2] ** 2
+    del tensors[LOGITS]  # which would show that the engine did not use these numbers
     path = tmp_path_factory.mktemp("trace") / "t.safetensors"
     write_trace(path, tensors, ids, engine="theirs")
     return path
