@@ -280,6 +280,7 @@ NOT_RUN_IN_DOCS = {
     "serve": "serves until it is stopped; test_serve_answers_as_its_help_says",
     "batch requests.jsonl answers.jsonl --model models/2B-4T --workers 4": "tests/serving/test_batch.py",
     "batch requests.jsonl answers.jsonl --model /models/2B-4T --dask": "the same",
+    "crossval trace storyteller wrong.safetensors": "tests/crossval/test_readme.py",
     "crossval watch -- ./my_engine my_run.safetensors": "tests/crossval/test_crossval_command.py",
     "crossval backends storyteller --html report.html": "the README's",
     "crossval matrix storyteller FOLDER --python llama-cpp=PATH --out table.md": "tests/crossval/test_matrix.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -54,10 +55,19 @@ VERDICT_STYLES = {None: "yellow", True: "green", False: "red"}  # by whether it 
 
 
 class _FileOrFolder(OutputFile):
-    """A file to be written, or a folder for several."""
+    """A file to be written, or a folder for several: one that exists, or a name that ends in "/", which is made."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        return Path(value) if Path(value).is_dir() else super().convert(value, param, ctx)
+        path = Path(value)
+        if path.is_dir():
+            return path
+        super().convert(value, param, ctx)
+        if str(value).endswith(("/", os.sep)):
+            try:
+                path.mkdir()
+            except OSError as error:
+                self.fail(f"{value}: {error.strerror}", param, ctx)
+        return path
 
 
 _ENGINES = {
@@ -226,7 +236,7 @@ def record(
 ) -> None:
     """Run MODEL and write its named tensors to the trace FILE.
 
-    If FILE is a folder that exists, or several --runs are asked for, each run is written to a file of its own in it:
+    If FILE is a folder or ends in "/", or several --runs are asked for, each run is written to a file of its own in it:
     short, long, decode (token by token), pieces (calls of 3, 8, 1 tokens), batch (two sequences at once).
     """
     from ..crossval.runs import DEFAULT_RUNS, FEW_NAMES, plan, record_run
@@ -481,8 +491,9 @@ def draw(crossings: list[Crossing], required: list[str], out: Console, causes: b
     rows = [(each.opponent, style_text(each.verdict, VERDICT_STYLES[each.agrees])) for each in crossings]
     out.print(make_table(("|", ""), rows))
     for crossing in crossings:
-        for gap in crossing.gaps:  # that tensors are missing, the verdict says
-            if (crossing.strict or any(each.unknown for each in crossing.comparisons)) and gap not in crossing.verdict:
+        is_named = crossing.strict or any(each.unknown for each in crossing.comparisons)
+        for gap in crossing.gaps if is_named else crossing.misnamed_in_words:  # the verdict counts what is missing
+            if gap not in crossing.verdict:
                 out.print(style_text(f"{crossing.opponent}: {gap}", "yellow"))
         every = (*crossing.comparisons, *crossing.long)
         differing = [each for each in every if (bad := each.first_divergence) is not None and bad.n_values]
@@ -532,14 +543,19 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
 
 
 def _draw_linear(verdict: LinearVerdict, out: Console) -> None:
+    """The verdict; of a layer that differs the wrong lines, each with one value, and a row for each of the others."""
     styles = {"right": "green", "a choice": "yellow", "-": "dim"}
     out.print(style_text(verdict.sentence, VERDICT_STYLES[verdict.agrees]), soft_wrap=True)
-    if verdict.agrees is False:
-        rows = [
-            (each.line, style_text(each.status, styles.get(each.status, "red")), each.text, each.example)
-            for each in verdict.lines
-        ]
-        out.print(make_table(("|line", "|", "|what it does", "|one value"), rows))
+    if verdict.agrees is not False:
+        return
+    out.print()
+    for each in verdict.wrong:
+        out.print(style_text(f"{each.status}: {each.line}: {each.text}", "red"))
+        out.print(style_text(f"  {each.example}"))
+    out.print()
+    others = [each for each in verdict.lines if each not in verdict.wrong]
+    rows = [(style_text(each.status, styles[each.status]), each.line, each.text) for each in others]
+    out.print(make_table(("|", "|", ""), rows))
 
 
 def _draw_precision(bench: PrecisionBench, out: Console) -> None:

@@ -173,8 +173,10 @@ class Comparison:
             + (f" (did you mean {near}?)" if near else last * ((layer_of(name) or 0) >= self.layers))
             for name, near in self.unknown.items()
         ]
-        out = [f"{_count(self.unknown)} not compared, with a name that no run has: {_listed(names)}"] * bool(names)
-        return out + [f"{_count(self.missing)} not recorded: {_listed(self.missing)}"] * bool(self.missing)
+        out = [f"{count_tensors(self.unknown)} not compared, with a name that no run has: {listed(names)}"] * bool(
+            names
+        )
+        return out + [f"{count_tensors(self.missing)} not recorded: {listed(self.missing)}"] * bool(self.missing)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values (infinities and NaN as strings)."""
@@ -444,11 +446,13 @@ def fits(shape: tuple[int, ...], given: tuple[int, ...], name: str = "") -> bool
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1
 
 
-def _count(names: Collection[str]) -> str:
+def count_tensors(names: Collection[str]) -> str:
+    """How many they are: "6 tensors"."""
     return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
     return ", ".join([*names[:_LISTED], f"and {len(names) - _LISTED} more"][: len(names)])
 
 

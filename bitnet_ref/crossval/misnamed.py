@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..reference.layers import Array
-from .compare import DIFFERS, Comparison, Tensors, View
+from .compare import DIFFERS, Comparison, Tensors, View, count_tensors, listed
 from .names import LOGITS, layer_of
 from .tolerances import SAME_TENSOR
 
@@ -28,21 +28,30 @@ def misnamed(reference: Tensors, candidate: Tensors, comparison: Comparison) -> 
         if role in meant_by_role:
             others = [other for other in others if _role(other) == meant_by_role[role][0]]
         others.sort(key=lambda other: other.rpartition(".")[0] != name.rpartition(".")[0])  # the nearest first
-        meant = _held(np.asarray(candidate[name]), reference, others)
+        meant = _held(name, np.asarray(candidate[name]), reference, others)
         if meant is None or meant_by_role.setdefault(role, meant) != meant:
             return {}
     return {name: meant_by_role[_role(name)] for name in wrong}
 
 
 def in_words(names: dict[str, Meant]) -> list[str]:
-    """One sentence for each kind of tensor."""
-    roles = {_role(name): meant for name, meant in names.items()}
-    return [
-        f"{role} holds the inverse of {other}: record {other}"
-        if inverse
-        else f"{role} holds {other}, and was compared as such: record it there, or {role} at its own place"
-        for role, (other, inverse) in roles.items()
-    ]
+    """One sentence for each kind of tensor that is held: how many were not compared under their names, and why."""
+    groups: dict[Meant, list[str]] = {}
+    for name, (other, inverse) in names.items():
+        meant = "" if inverse and other == _role(name) else other  # the inverse of itself is said once for all
+        groups.setdefault((meant, inverse), []).append(name)
+    return [_in_words(given, *meant) for meant, given in groups.items()]
+
+
+def _in_words(names: list[str], other: str, inverse: bool) -> str:
+    roles = listed(list(dict.fromkeys(map(_role, names))))
+    if inverse:
+        held = f"the inverse of {other or 'what is meant'}; record {other or 'the numbers themselves'}"
+    else:
+        held = f"{other}; record it there, or {roles} at its own place"
+    hold = "hold" if ", " in roles else "holds"
+    under = "its name" if len(names) == 1 else "their names"
+    return f"{count_tensors(names)} not compared under {under}: {roles} {hold} {held}"
 
 
 def under_right_names(candidate: View, names: dict[str, Meant]) -> View:
@@ -59,8 +68,8 @@ def _role(name: str) -> str:
     return name if layer_of(name) is None else name.split(".", 2)[2]
 
 
-def _held(theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
-    """The tensor whose numbers, or whose inverse, these are."""
+def _held(name: str, theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
+    """The other tensor whose numbers these are, or the one whose inverse."""
     wide = theirs.astype(np.float64).reshape(-1)
     if not wide.size or not np.isfinite(wide).all():
         return None
@@ -69,7 +78,7 @@ def _held(theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
         if right.size != wide.size or not np.isfinite(right).all():
             continue
         limit = SAME_TENSOR * np.linalg.norm(right)
-        if np.linalg.norm(wide - right) <= limit:
+        if other != name and np.linalg.norm(wide - right) <= limit:
             return _role(other), False
         if (wide != 0).all() and np.linalg.norm(1 / wide - right) <= limit:
             return _role(other), True

@@ -189,6 +189,7 @@ def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -
         if i == wrong:
             continue
         run = FurtherRun(path.stem, facts[i].tokens, facts[i].words, each.comparisons, failed=each.failed)
+        run.misnamed = each.misnamed
         if not crossing.agrees and each.agrees and facts[i].ids == facts[wrong].ids:
             run.same_as_short = False
         crossing.further.append(run)
@@ -271,7 +272,8 @@ def explain_trace(
         free = crossing.comparisons[-1]
         if not free.agrees and free.problem is None:
             with suppress(*IMPOSSIBLE):  # it only illustrates the verdict
-                crossing.worked = work_through(Setting.of(reference, run.token_ids, run), run)
+                bad = next(each.first_divergence for each in crossing.comparisons if each.first_divergence is not None)
+                crossing.worked = work_through(Setting.of(reference, run.token_ids, run), run, bad.name)
         left_s = None if budget_s is None else budget_s - (time.process_time() - started)
         causes = diagnose(reference, run.token_ids, run, free, progress=progress, budget_s=left_s)
         if crossing.other_tokens is not None:

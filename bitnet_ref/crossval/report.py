@@ -68,6 +68,7 @@ class FurtherRun:
     failed: str | None = None
     same_as_short: bool | None = None
     place: str = ""  # the sequences that are wrong
+    misnamed: dict[str, Meant] = field(default_factory=dict)  # as of a crossing
 
     @property
     def agrees(self) -> bool | None:
@@ -121,10 +122,16 @@ class Crossing:
     strict: bool = False  # tensors that are missing or have unknown names are no agreement
 
     @property
+    def misnamed_in_words(self) -> list[str]:
+        """The sentences of `gaps` about tensors that hold another one's numbers, in any of the runs."""
+        of_further = [f"{run.name}: {sentence}" for run in self.further for sentence in in_words(run.misnamed)]
+        return in_words(self.misnamed) + of_further
+
+    @property
     def gaps(self) -> list[str]:
         """What is wrong with a trace's names, and what the comparison of the whole run left out: names that no run has,
         tensors that were not recorded."""
-        return in_words(self.misnamed) + [
+        return self.misnamed_in_words + [
             gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps
         ]
 
@@ -246,6 +253,8 @@ class Crossing:
                 total = len(first.missing_between)
                 words = f"record next, of the {total} tensors before the first that differs: "
                 sentences.append(words + ", ".join(first.record_next))
+        if self.causes.recording:
+            sentences.append(self.causes.recording)
         if stopped := self.causes.stopped:
             sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
         if failed := self.causes.failed:

@@ -216,6 +216,10 @@ def near_half(depth: int, tokens: int) -> NDArray[np.float64]:
 # leaves in a run whose logits agree, far below what an op changes.
 SAME_TENSOR = 1e-2
 
+# An engine did not use a tensor that it recorded only if the tensor, and what follows from it, are beyond their
+# tolerance by this factor: what is just beyond may come from an earlier op that is just within.
+UNUSED_EXCESS = 10.0
+
 # Another engine may compute x / (max / 127), or in float64: what is a tie in float32 here is none there, and falls on
 # either side. So many, all on the same side: that engine rounds halves up, or away from zero (by chance 1 in 8e6).
 TIES_IN_A_ROW = 24

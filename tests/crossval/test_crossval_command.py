@@ -77,6 +77,16 @@ def test_record_trace_receipt_verify(tmp_path):
     assert invoke("verify", receipt, "--require").exit_code == 1
 
 
+def test_a_name_that_ends_in_a_slash_is_a_folder(tmp_path):
+    result = invoke("record", CASE, f"{tmp_path}/runs/", "--tokens", "1,5,9")
+    assert result.exit_code == 0, result.output
+    assert {path.stem for path in (tmp_path / "runs").iterdir()} >= {"short", "decode", "pieces", "batch"}
+    assert invoke("trace", CASE, tmp_path / "runs").exit_code == 0
+    assert invoke("record", CASE, f"{tmp_path}/no/runs/", "--tokens", "1").exit_code == 2
+    (tmp_path / "file").touch()
+    assert invoke("record", CASE, f"{tmp_path}/file/", "--tokens", "1").exit_code == 2
+
+
 @pytest.mark.thorough
 def test_a_trace_that_differs(tmp_path):
     m = model(CASE)

@@ -175,6 +175,11 @@ def test_the_guide_shows_what_the_command_prints(monkeypatch):
     arguments, line = shown.splitlines()[:2]
     result = CliRunner().invoke(cli, ["crossval", "linear", *arguments.split()])
     assert result.stdout.splitlines()[0] == line
+    below = guide.partition("## A BitLinear of any package")[2].partition("```text\n")[2].partition("```")[0]
+    assert "WRONG" in below
+    printed = [" ".join(line.split()) for line in result.stdout.splitlines()]  # columns are as wide as their cells
+    assert [" ".join(line.split()) for line in below.splitlines()] == printed[2 : 2 + len(below.splitlines())]
+    assert all(line.startswith(("right", "a choice", "-")) for line in printed[5:])
     assert f"a right layer and {len(MISTAKES)} with one mistake each" in guide
 
 

@@ -1,9 +1,11 @@
-"""Right tensors under wrong names are no difference; a mistake that looks like one is."""
+"""Right tensors under wrong names are no difference; a mistake that looks like one is. Arrays that no engine used."""
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers import DATA, model
 
+from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.misnamed import in_words, misnamed
 from bitnet_ref.crossval.opponents import cross_trace
@@ -48,7 +50,7 @@ def test_a_tensor_under_another_name_is_said_to_be_so(family, given, tmp_path):
     crossing = crossed(m, tensors, tmp_path / "t")
     assert crossing.agrees, crossing.verdict
     (sentence,) = [gap for gap in crossing.gaps if "holds" in gap]
-    assert sentence.startswith(f"{given} holds {held}, and was compared as such")
+    assert f"not compared under their names: {given} holds {held}; record it there" in sentence
     assert not crossed(m, tensors, tmp_path / "t", strict=True).agrees
 
 
@@ -69,7 +71,26 @@ def test_an_inverse_is_said_to_be_one(tmp_path):
     tensors = {name: 1 / x if name.endswith(("hook_x_scale", "ln1.hook_scale")) else x for name, x in right.items()}
     crossing = crossed(m, tensors, tmp_path / "t")
     assert crossing.agrees, crossing.verdict
-    assert "ln1.hook_scale holds the inverse of ln1.hook_scale: record ln1.hook_scale" in crossing.gaps
+    (sentence,) = [gap for gap in crossing.gaps if "hold" in gap]
+    assert sentence.startswith("48 tensors not compared under their names: ln1.hook_scale, attn.q_proj.hook_x_scale, ")
+    assert sentence.endswith("and 4 more hold the inverse of what is meant; record the numbers themselves")
+
+
+def test_the_screen_says_which_tensors_were_not_compared(tmp_path):
+    m, right = recorded("storyteller")
+    crossed(m, {**right, "blocks.2.attn.hook_q": right["blocks.2.attn.hook_rot_q"]}, tmp_path / "t")
+    shown = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "t")])
+    words = " ".join(shown.stdout.split())
+    assert "AGREES, free-running: 315 of 316 tensors" in words
+    assert "1 tensor not compared under its name: attn.hook_q holds attn.hook_rot_q; record it there" in words
+    write_trace(tmp_path / "right", right, TOKENS, engine="theirs")
+    shown = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "right"), str(tmp_path / "t")])
+    assert "t: 1 tensor not compared under its name" in " ".join(shown.stdout.split())
+    thin = {name: x for name, x in right.items() if name.endswith(("hook_resid_post", "lm_head.hook_out"))}
+    crossed(m, thin, tmp_path / "t")
+    shown = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "t")])
+    assert "7 of 316 tensors" in shown.stdout
+    assert "not " not in shown.stdout
 
 
 def test_a_mistake_is_no_wrong_name(tmp_path):
@@ -95,3 +116,54 @@ def test_without_logits_nothing_is_renamed():
     tensors = {"blocks.0.attn.hook_q": right["blocks.0.attn.hook_rot_q"]}
     assert misnamed(right, tensors, compare(right, tensors, m.config, TOKENS)) == {}
     assert in_words({}) == []
+
+
+# how a tensor of the file alone is wrong -> what the verdict says of it, and the reference's line that it leads to
+UNUSED = {
+    "blocks.2.attn.hook_v": (lambda x: np.roll(x, 1, axis=0), "each token has v of the previous", "split_heads: v ="),
+    "blocks.2.attn.hook_rot_k": (lambda x: x[:, [0, 0]], "every head has k after RoPE of the first", "apply_rope"),
+    "blocks.3.mlp.down_proj.hook_x_int8": (
+        lambda x: x + (np.arange(x.size) == 5).reshape(x.shape),
+        "",
+        "quantize_activations: return np.clip(np.rint(",
+    ),
+    "blocks.4.hook_resid_post": (lambda x: x * np.float32(1.01), "", "feed_forward: return be.add"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_numbers_that_the_engine_did_not_use_are_no_mistake_of_it(name, tmp_path):
+    m, right = recorded("storyteller")
+    change, held, line = UNUSED[name]
+    wrong = {**right, name: change(right[name]).astype(right[name].dtype)}
+    if name.endswith("hook_resid_post"):
+        wrong = {each: x for each, x in wrong.items() if each.endswith(("hook_resid_post", "lm_head.hook_out"))}
+    crossing = crossed(m, wrong, tmp_path / "t")
+    assert not crossing.agrees
+    assert "cause" not in crossing.verdict
+    words = f"the logits and everything after {name} agree, so the engine did not use these numbers: look at where"
+    (sentence,) = crossing.diagnosis()
+    assert sentence.startswith(words)
+    assert held in sentence
+    (example,) = crossing.examples()
+    assert line in example
+
+
+def test_numbers_that_the_engine_may_have_used_are_looked_into(tmp_path):
+    """Without the logits, and where what follows is wrong as well, the causes are those of a mistake."""
+    m, right = recorded("storyteller")
+    first = {name: right[name] for name in list(right)[: list(right).index("blocks.0.attn.hook_z")]}
+    shifted = {**first, "blocks.0.attn.hook_v": np.roll(first["blocks.0.attn.hook_v"], 1, axis=0)}
+    (cause,) = [each for each in crossed(m, shifted, tmp_path / "t").diagnosis() if "confirmed" in each]
+    assert "v, in every layer: each token has it of the previous token" in cause
+
+
+def test_a_trace_of_zeros_has_no_causes(tmp_path):
+    m, right = recorded("storyteller")
+    names = ["hook_embed", "blocks.0.attn.q_proj.hook_x_scale", "blocks.0.hook_resid_post"]
+    crossing = crossed(m, {name: np.zeros_like(right[name]) for name in names}, tmp_path / "t")
+    assert crossing.diagnosis() == ["all 3 tensors are all zeros: were the arrays filled before they were recorded?"]
+    assert crossing.examples() == []
+    one = {"hook_embed": np.zeros_like(right["hook_embed"]), names[2]: right[names[2]]}
+    (cause,) = crossed(m, one, tmp_path / "t").diagnosis()
+    assert "the embedding: it is all zeros" in cause

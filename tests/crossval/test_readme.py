@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers import GOLDEN, model
 
 import bitnet_ref
+from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_trace
 from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.names import op_order, weight_names
@@ -32,11 +34,33 @@ def example(language, words):
     return code
 
 
+def test_the_page_begins_with_a_mistake_that_is_found(tmp_path, monkeypatch):
+    """Its commands and its Python, as they stand there, print what the page shows."""
+    monkeypatch.chdir(tmp_path)
+    section = README.partition("## See it find a mistake")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```(\w+)\n(.*?)```", section, flags=re.DOTALL)
+    assert [language for language, _ in blocks] == ["console", "python", "console"]
+    for language, text in blocks:
+        if language == "python":
+            exec(compile(text, "README.md", "exec"), {})
+            continue
+        command, _, shown = text.partition("\n")
+        result = CliRunner().invoke(cli, command.removeprefix("$ bitnet-ref ").split(), env={"COLUMNS": "100"})
+        printed = " ".join(result.stdout.split())
+        for part in shown.split("...\n"):
+            assert " ".join(part.split()) in printed
+
+
+def test_the_exit_codes_of_both_pages_are_the_same():
+    guide = (FOLDER.parent / "docs" / "crossval.md").read_text()
+    tables = [re.search(r"^\| exit code .*?\n\n", page, flags=re.DOTALL | re.MULTILINE)[0] for page in (README, guide)]
+    assert tables[0] == tables[1]
+
+
 def test_the_numpy_example_writes_a_trace(tmp_path, monkeypatch):
     m = model("storyteller")
     monkeypatch.chdir(tmp_path)
-    code = compile(example("python", "hook_embed"), "README.md", "exec")
-    exec(code, {"embedding": np.asarray(m.weights.embedding.array)})
+    exec(compile(example("python", "hook_embed"), "README.md", "exec"), {})
     crossing = cross_trace(m, tmp_path / "my_run.safetensors")
     assert crossing.opponent == "my port 0.1"
     assert crossing.agrees, crossing.verdict

@@ -1,5 +1,6 @@
 """What a user reads of a trace: names that nobody knows, other tokens, whole tables, a search that ends, `watch`."""
 
+import inspect
 import json
 import os
 import pty
@@ -25,6 +26,7 @@ from bitnet_ref.cli.crossval_command import draw
 from bitnet_ref.cli.shell import make_table, style_text
 from bitnet_ref.crossval import Crossing, cross_trace
 from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain import wording
 from bitnet_ref.crossval.names import LOGITS, nearest_name, op_order
 from bitnet_ref.crossval.opponents import explain_trace
 from bitnet_ref.crossval.token_ids import used_ids
@@ -205,6 +207,7 @@ def unexplained(tmp_path_factory):
     for layer in range(6):
         z = tensors[f"blocks.{layer}.attn.hook_z"]
         z[:, 1] = np.cos(z[:, 1]) * np.float32(0.7) + z[:, 2] ** 2
+    del tensors[LOGITS]  # which would show that the engine did not use these numbers
     path = tmp_path_factory.mktemp("trace") / "t.safetensors"
     write_trace(path, tensors, ids, engine="theirs")
     return path
@@ -264,6 +267,11 @@ def test_progress_is_told(unexplained):
     explain_trace(crossing, m, unexplained, progress=lambda *step: told.append(step), budget_s=0.5)
     assert [step[0] for step in told] == list(range(len(told)))
     assert all(total > done and text for done, total, text in told)
+
+
+def test_the_reference_has_the_lines_to_compare_with():
+    for function, line in wording._functions().values():
+        assert line in inspect.getsource(function), (function, line)
 
 
 def test_a_value_is_worked_through(tmp_path, seen):

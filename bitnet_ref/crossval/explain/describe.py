@@ -463,7 +463,7 @@ class Site:
 
     def explanations(self) -> list[Explanation]:
         """What explains the whole tensor, the simplest first; empty if nothing does."""
-        trials, good = self._trials(), list[Explanation]()
+        trials, good, is_zero = self._trials(), list[Explanation](), not self.target.theirs.any()
         self.report.add(len(trials))
         size = self.evidence.copies
         for start in range(0, len(trials), size):
@@ -478,6 +478,8 @@ class Site:
                 if mine is None:
                     continue
                 if isinstance(d, Family):
+                    if is_zero:  # which no constant says better than "all zeros"
+                        continue
                     direction = self._direction(mine)
                     promises, unmoved = direction is not None and direction > 0.3, direction is None
                     tried = promises or (d.starts and (d.cost < 1.15 or unmoved))
@@ -1057,12 +1059,17 @@ def _shape_of(step: Step) -> list[type]:
 
 
 @np.errstate(all="ignore")
-def work_through(setting: Setting, view: View) -> str:
-    """Of the first wrong tensor: the line of the reference to compare with, and one value. "" where there is none."""
+def work_through(setting: Setting, view: View, first: str | None = None) -> str:
+    """The line of the reference to compare with, and one value. "" where nothing is wrong, or all is zero.
+
+    first: the wrong tensor that is shown; None, and if all its values may be rounding: the first wrong one.
+    """
     evidence = Evidence(setting, view)
-    if not evidence.wrong:
+    if first not in evidence.targets or evidence.targets[first].right_close.all():
+        first = next(iter(evidence.wrong), None)
+    if first is None or not evidence.targets[first].theirs.any():
         return ""
-    return f"{remedy(evidence.steps[evidence.wrong[0]])}\n{evidence.example(evidence.wrong[0])}".strip()
+    return f"{remedy(evidence.steps[first])}\n{evidence.example(first)}".strip()
 
 
 def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:

@@ -28,6 +28,7 @@ from .describe import Finding, differing_tensors, find, tensors_left
 from .edits import Description
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import prompt_hypotheses, tokenizer_of
+from .recording import wrong_recording
 from .variants import IMPOSSIBLE, Setting
 
 
@@ -85,8 +86,10 @@ class Diagnoses(list[Diagnosis]):
 
     stopped: why the search ended early, "the time is up" or "interrupted"; "" if it did not.   untested: how many
     descriptions were left at that moment.   failed: the mistakes that this model cannot be run with.
+    recording: that the trace is wrong, not the engine, which ends the search before it begins; "" if nothing says so.
     """
 
+    recording = ""
     stopped = ""
     untested = 0
     failed: Mapping[str, str] = {}  # by cause: the error of the reference with it, which was therefore not tested
@@ -157,8 +160,12 @@ def diagnose(
     if comparison.problem is not None:
         ids = getattr(candidate, "token_ids", None)
         return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
-    watch, stopped = Watch(progress, budget_s), ""
     forced = comparison.mode == "teacher-forced"
+    if not forced and (recording := wrong_recording(model, tokens, View(candidate), comparison)):
+        diagnoses = Diagnoses()
+        diagnoses.recording = recording
+        return diagnoses
+    watch, stopped = Watch(progress, budget_s), ""
     setting = replace(Setting.of(model, tokens, candidate), check=watch.check)
     search = _Search(setting, View(candidate), _first_name(comparison), thorough, forced, watch, [])
     try:

@@ -116,9 +116,9 @@ class _Replay:
         try:
             beside = setting.run(self._is_open, last[0], settle=self._settle, backend=backend)
         except NumericsError as error:  # of what an engine's numbers give
-            name = next(filter(self._is_open, names.op_order(self.cfg)))
-            shape = names.op_shape(name, self.cfg, len(self.ids))
-            self.results[name] = self.walk.refuse(name, shape, f"cannot be computed: {error}")
+            for name in list(filter(self._is_open, names.op_order(self.cfg)))[:1]:
+                shape = names.op_shape(name, self.cfg, len(self.ids))
+                self.results[name] = self.walk.refuse(name, shape, f"cannot be computed: {error}")
             return
         for name, tensor in beside.items():
             self.results[name] = self._judge(name, tensor)

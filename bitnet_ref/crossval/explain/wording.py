@@ -31,7 +31,7 @@ HOOKS = {
 # What computes a step: the function and the line of it to compare with.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "hook_embed": (ops.Ops.embed, "return"), "hook_scale": (layers.rms_scale, "np.sqrt"), "hook_normalized": (layers.rms_norm, "return"),
-    "hook_x_scale": (quantization.quantize_activations, "x_quant_scale ="), "hook_x_int8": (quantization.quantize_activations, "x_q ="),
+    "hook_x_scale": (quantization.quantize_activations, "x_quant_scale ="), "hook_x_int8": (quantization.quantize_activations, "np.rint"),
     "hook_acc_int32": (quantization.ternary_matmul, "acc["), "product": (layers.dense_matmul, "y[i"), "hook_uncapped": (layers.dense_matmul, "y[i"),
     "hook_out": (quantization.dequantize, "return"), "hook_q": (model.split_heads, "q = q.reshape"), "hook_k": (model.split_heads, "k = k.reshape"),
     "hook_v": (model.split_heads, "v = v.reshape"), "hook_rot_q": (layers.apply_rope, "return"), "hook_rot_k": (layers.apply_rope, "return"),

@@ -44,7 +44,12 @@ class LinearVerdict:
     def agrees(self) -> bool | None:
         if self.failed is not None:
             return None
-        return all(each.status not in (WRONG, UNKNOWN) for each in self.lines)
+        return not self.wrong
+
+    @property
+    def wrong(self) -> list[LineVerdict]:
+        """The lines that are not a BitLinear's."""
+        return [each for each in self.lines if each.status in (WRONG, UNKNOWN)]
 
     def line(self, name: str) -> LineVerdict:
         return next(each for each in self.lines if each.line == name)
@@ -54,7 +59,7 @@ class LinearVerdict:
         name = f"{self.target} ({self.versions})" if self.versions else self.target
         if self.failed is not None:
             return f"{name} could not be judged: {self.failed}"
-        wrong = [each for each in self.lines if each.status in (WRONG, UNKNOWN)]
+        wrong = self.wrong
         if not wrong:
             listed = "; ".join(f"{each.line}: {each.text}" for each in self.lines if each.status != ABSENT)
             return f"AGREES: {name}: {listed}"

@@ -1,0 +1,74 @@
+"""Traces that are wrong though their engine may be right: arrays that nothing filled, numbers that nothing used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ...backends.loaded import LoadedModel
+from ...families.family import Edit, like
+from ...reference.layers import Array
+from ..compare import DIFFERS, Comparison, compare, count_tensors
+from ..names import LOGITS, is_by_head
+from ..tolerances import UNUSED_EXCESS
+from .edits import changes
+from .variants import IMPOSSIBLE, Setting, Step
+from .wording import noun, role
+
+
+def wrong_recording(
+    model: LoadedModel, tokens: Sequence[int], candidate: Mapping[str, Array], comparison: Comparison
+) -> str:
+    """One sentence if the trace itself is wrong, "" if nothing says so. comparison: free-running, with a difference."""
+    wrong = [op.name for op in comparison.ops if op.status == DIFFERS]
+    if len(candidate) > 1 and not any(np.any(array) for array in candidate.values()):
+        return f"all {count_tensors(candidate)} are all zeros: were the arrays filled before they were recorded?"
+    try:
+        held = _held_unused(Setting.of(model, tokens, candidate), candidate, comparison, wrong)
+    except IMPOSSIBLE:
+        return ""
+    if held is None:
+        return ""
+    right = f"everything after {wrong[0]}" if len(wrong) == 1 else f"every tensor but {role(wrong[0])}"
+    text = f"the logits and {right} agree, so the engine did not use these numbers: look at where it is recorded"
+    return f"{text}; {held}" if held else text
+
+
+def _held_unused(
+    setting: Setting, candidate: Mapping[str, Array], comparison: Comparison, wrong: list[str]
+) -> str | None:
+    """What the first wrong tensor holds, "" if it is nothing simple.
+
+    None unless only this tensor is wrong, be it in several layers, and the later ones are not what follows from it.
+    """
+    has_logits = any(op.name == LOGITS for op in comparison.ops)
+    if not has_logits or LOGITS in wrong or len(set(map(role, wrong))) != 1:
+        return None
+    name = wrong[0]
+
+    def as_recorded(step: Step, compute: Edit, *inputs: Array) -> Array:
+        right = compute(*inputs)
+        return like(np.asarray(candidate[name]).reshape(right.shape), right)
+
+    right, used = setting.run(candidate.__contains__), setting.with_edits({name: as_recorded}).run()
+    excess = _differing(right, candidate, setting)
+    if list(excess) != wrong or excess[name] < UNUSED_EXCESS:
+        return None
+    follows = [size for each, size in _differing(used, candidate, setting).items() if each not in wrong]
+    if max(follows, default=0.0) < UNUSED_EXCESS:
+        return None
+    theirs = np.asarray(candidate[name]).reshape(right[name].shape)
+    rows = sorted(changes(right[name], is_by_head(name)), key=lambda row: row[0])
+    return next((words.format(x=noun(name)) for _, words, change in rows if _is_same(change(right[name]), theirs)), "")
+
+
+def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], setting: Setting) -> dict[str, float]:
+    """{name: by which factor it is beyond its tolerance} of the tensors that differ."""
+    ops = compare(tensors, candidate, setting.config, setting.tokens).ops
+    return {op.name: op.excess for op in ops if op.status == DIFFERS}
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    size = float(np.abs(other).max(where=np.isfinite(other), initial=0))
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-4, atol=1e-5 * size)
