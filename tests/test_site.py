@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -296,6 +297,20 @@ def test_figures_fit_a_phone_but_for_two():
                     site_pages.part_panels(output)
                     wide += [] if "text/html" in output["data"] else [path.stem]
     assert wide == ["07a_one_text", "07b_many_texts"]
+
+
+@pytest.mark.skipif("BITNET_REF_SITE" not in os.environ, reason="BITNET_REF_SITE names no built site")
+@needs_chromium
+def test_no_page_of_the_built_site_scrolls_sideways():
+    site, seen = Path(os.environ["BITNET_REF_SITE"]), 0
+    with Chromium() as browser:
+        for path in sorted(site.rglob("*.html")):
+            if not {"slides", "playground", "_modules"} & set(path.relative_to(site).parts):
+                page, seen = browser.page(path.as_uri()), seen + 1
+                for width in (390, 1024, 1200, 1440):
+                    page.look(width)
+                    assert page.run("document.documentElement.scrollWidth") <= width, (path.name, width)
+    assert seen > 50
 
 
 @pytest.mark.thorough
