@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+from pygments.lexers import get_lexer_by_name
 from site_playground import ROOT, download
 
 from bitnet_ref.crossval.exercises.teacher import exercises_in
@@ -33,14 +33,32 @@ INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
-FEW = 4  # lines above a figure, which is made smaller
+FEW = 3  # lines above a figure
+CODE_LINES = 12  # of a slide, if the code can be cut between its statements
+CODE_LINE = 0.65  # height of a line of code or output
+WIDE = 112  # letters of such a line
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
 QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
-HELP = re.compile(r"\s?`check` says what is wrong with an answer[^.]*\.hint[^.]*\.")
+# Sentences for somebody at the notebook, and what stands for them
+ASIDE = re.compile(
+    r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|pip install|`check` says|check\.(use|hint)|^Five letters"
+)
+BESIDE = re.compile(r",? (at the top of the notebook|in the next cell)|(?<=On paper), before you run the cell")
+BEFORE = re.compile(r"Before you run the (next )?cell")
+SENTENCE = re.compile(r"(?<=[.?!)])(?:\*\*)?\s+(?=[A-Z(*`$])")
+# A sentence that is the key of the figure before it
+KEY = re.compile(
+    r"\b([Pp]ictures?|[Ff]igures?|[Pp]anels?|[Cc]olou?rs?|[Bb]lue|[Rr]ed|[Oo]range|[Gg]reen|[Gg]r[ea]y|[Bb]lack|[Dd]ashed|[Dd]otted"
+    r"|[Cc]ross(es)?|[Dd]ots?|[Cc]urves?|[Ll]ines?|[Bb]ars?|[Cc]louds?|[Pp]oints?|[Mm]arkers?|left|right|upper|lower|[Dd]iagonal|steep"
+    r"|slope|number is)\b"
+)
+KEY_LETTERS = 260
 TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
 # Lines of output that say that an exercise is not answered, or how far a loop is
 PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
-LEFT_OUT = ("assert ", "show(", "%", "#", ")", "    ")  # a cell of such lines alone has no slide
+NOT_SHOWN = ("show(", "os.chdir(", "folder.cleanup(")  # statements
+CHANGE = ("append", "extend", "add", "update", "sort", "insert", "pop")  # methods that change their object
+YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
 TURN = '<p class="turn">'
 MARKDOWN = (
     MarkdownIt("commonmark")
@@ -64,6 +82,7 @@ const isNarrow = innerWidth < 700; // a phone: the slide is as high as its scree
 Reveal.initialize({{
   width: isNarrow ? 600 : 1280, height: isNarrow ? Math.round((600 * innerHeight) / innerWidth) : 720, margin: 0.04,
   hash: true, center: false, transition: "none", slideNumber: "c/t", scrollActivationWidth: 0,
+  navigationMode: "linear",
 }});</script>
 </body></html>
 """
@@ -83,6 +102,8 @@ class Part(NamedTuple):
     height: float  # in lines
     html: str
     text: str = ""
+    breaks: bool = False  # begins a page: the rest of a long part, or an output whose code is not shown
+    is_given: bool = False  # belongs to the task before it
 
     @property
     def is_figure(self):
@@ -90,24 +111,24 @@ class Part(NamedTuple):
 
     @property
     def asks(self):
-        return bool(QUESTION.search(self.text)) or self.html.startswith(TURN)
+        return bool(QUESTION.search(self.text))
 
 
 def slides_of(notebook):
     """Slides, each a list of pages that follow downwards; a page is a list of parts.
 
-    A question ends its page; only the minutes of an exercise follow it. Code that has no room takes the text before it
-    to its page, where that is not all of the page before.
+    A question ends its page; only the minutes of an exercise and what is given for it follow. Code that has no room
+    takes the text before it to its page, where that is not all of the page before, or ends in a colon.
     """
     slides, room, is_asked = [], 0, False
     for part in parts_of(notebook):
         if part.begins:
             slides.append([[]])
             room, is_asked = LINES, False
-        elif (is_asked and not part.html.startswith(TURN)) or not has_room(slides[-1][-1], part, room):
+        elif (is_asked and not part.is_given) or part.breaks or not has_room(slides[-1][-1], part, room):
             before, page = slides[-1][-1], []
-            is_free = len(before) > 1 and before[-1].text and not is_asked and not part.text and not part.is_figure
-            if is_free and before[-1].height + part.height < LINES:
+            is_free = len(before) > 1 and before[-1].text and not is_asked and not part.text and not part.breaks
+            if is_free and before[-1].height + part.height < LINES and not (part.is_figure and before[-1].height > FEW):
                 page = [before.pop()]
             slides[-1].append(page)
             room, is_asked = LINES - 1 - sum(each.height for each in page), False
@@ -118,75 +139,269 @@ def slides_of(notebook):
 
 
 def has_room(page, part, room):
-    """Whether a part goes on a page: what fits, a figure below a sentence, and a line of output."""
+    """Whether a part goes on a page: what fits, a figure below a sentence, a line of output, and what a colon announces."""
     if part.height <= room:
         return True
     if any(each.is_figure for each in page):
         return False
-    return room >= LINES - FEW if part.is_figure else not part.text and part.height < 2
+    is_announced = len(page) == 1 and page[0].text.endswith(":") and part.height < room + 2
+    return room >= LINES - FEW if part.is_figure else not part.text and part.height < 2 or is_announced
 
 
 def parts_of(notebook):
-    """What is shown of the cells: a `Part` for each paragraph, cell of code and output."""
-    for cell in notebook["cells"]:
+    """What is shown of the cells, with the key of each figure below it."""
+    figure = None
+    for part in cell_parts(notebook["cells"]):
+        if figure:
+            key, rest = key_of(part.text) if not part.begins else ("", "")
+            html = figure.html.removesuffix("</div>") + MARKDOWN.render(key) + "</div>" if key else figure.html
+            yield figure._replace(html=html)
+            figure = None
+            if key and not rest:
+                continue
+            part = part_of(rest) if key else part
+        if part.is_figure:
+            figure = part
+        else:
+            yield part
+    if figure:
+        yield figure
+
+
+def key_of(text):
+    """(what speaks of the figure before it, the rest), of a paragraph.
+
+    >>> key_of("Blue is above. Why? The rest.")
+    ('Blue is above.', 'Why? The rest.')
+    """
+    if QUESTION.search(text) and len(text) < KEY_LETTERS * 0.8 and "Your turn" not in text and "\n-" not in text:
+        return text, ""
+    block = text.partition("\n\n")[0]
+    end = 0
+    for each in [*SENTENCE.finditer(block), None]:
+        sentence = block[end : each.start() if each else len(block)]
+        if not KEY.search(sentence) or "?" in sentence or "Your turn" in sentence or sentence.endswith(":"):
+            break
+        if (each.end() if each else len(block)) > KEY_LETTERS or re.match(r"[-|\d]", sentence):
+            break
+        end = each.end() if each else len(block)
+    return text[:end].strip(), text[end:].strip()
+
+
+def cell_parts(cells):
+    """A `Part` for each paragraph, piece of code, and output."""
+    codes = live_codes(cells)
+    for number, (cell, code) in enumerate(zip(cells, codes, strict=True)):
         source = "".join(cell["source"])
+        is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+        exercises = exercises_in(cell)
+        is_quiz = any(each.name.endswith(".quiz") for each in exercises)
         if cell["cell_type"] == "markdown":
-            for text in paragraphs(source):
-                begins = text.startswith("#")
-                extra = text.count("\n- ") + text.count("$$") + 0.8 * text.count("\n|")  # lines that are not full
-                height = 1 + len(text) / LETTERS + extra + begins
-                yield Part(begins, height, MARKDOWN.render(text), text)
+            texts = paragraphs(source)
+            for place, beside in ((0, cells[number - 1 : number]), (-1, cells[number + 1 : number + 2])):
+                if beside and waits_for_student(beside[0]) and texts:
+                    texts[place] = without_sentences(texts[place], YOURS)
+            minutes = minutes_of(exercises_in(cells[number + 1])) if source.startswith("## Quiz") else ""
+            for text in filter(None, texts):
+                yield from text_parts(text)
+                if minutes and QUESTION.search(text):
+                    yield Part(False, 1, minutes, is_given=True)
+                    minutes = ""
             continue
-        if exercises := exercises_in(cell):
-            yield Part(False, 1, f"{TURN}Your turn: about {sum(each.minutes for each in exercises)} minutes</p>")
-        code = shown_code(source)
-        lines = [line for line in code.splitlines() if line.strip() and not line.startswith(LEFT_OUT)]
-        if lines and not cell["metadata"].get("jupyter", {}).get("source_hidden"):
-            height = 1 + 0.65 * (code.count("\n") + 1)
-            yield Part(False, height, highlight(code, PythonLexer(), HtmlFormatter(nowrap=False)))
-        for output in cell["outputs"] if code else ():
-            yield from shown_output(output)
+        if exercises and not is_quiz:
+            yield Part(False, 1, minutes_of(exercises), is_given=True)
+        if code and not is_hidden:
+            is_given = bool(exercises or re.fullmatch(r"\w+ = \{(\s+.*: None,)+\s*\}", code))
+            for place, piece in enumerate(pieces_of_code(code)):
+                html = highlighted(piece)
+                if is_given:
+                    html = html.replace("<pre>", '<pre class="given">')
+                yield Part(False, code_height(piece), html, breaks=place > 0, is_given=is_given and not place)
+        if not has_output(cell):
+            continue
+        outputs = [part for output in cell["outputs"] for part in shown_output(output)]
+        outputs.sort(key=lambda part: part.is_figure)  # nothing between a figure and its key
+        if outputs and is_hidden and not outputs[0].is_figure:
+            is_announced = "".join(cells[number - 1]["source"]).rstrip().endswith(":")
+            outputs[0] = outputs[0]._replace(breaks=not is_announced)
+        yield from outputs
 
 
-def shown_code(source):
-    """The code of a cell without imports and checks, where Python can read it; empty for the cell of the setup.
+def minutes_of(exercises):
+    return f"{TURN}About {sum(each.minutes for each in exercises)} minutes</p>"
 
-    >>> shown_code("import os\\n\\nx = 1")
-    'x = 1'
-    >>> shown_code("answer = None  # TODO\\ncheck('1.1', answer)")
+
+def waits_for_student(cell):
+    """Whether a cell without a check has no output but that an exercise is not answered."""
+    texts = ["".join(each.get("text", "?")) for each in cell.get("outputs", ())]
+    is_task = TO_ANSWER.search("".join(cell["source"]))
+    return bool(texts) and not is_task and not PLACEHOLDER.sub("", "".join(texts)).strip()
+
+
+def has_output(cell):
+    """Whether the outputs of a cell are shown: not those of the setup, and of an exercise alone."""
+    lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
+    return "show = setup()" not in lines and not waits_for_student(cell)
+
+
+def live_codes(cells):
+    """The code of each cell that a slide shows.
+
+    Imports and checks go, and what only they, a figure or an assert at the end of a cell use.
+    """
+    used, codes = set(), []
+    for cell in reversed(cells):
+        code = ""
+        if cell["cell_type"] == "code" and not waits_for_student(cell):
+            is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+            code = live_code("".join(cell["source"]), set() if is_hidden else used)
+        codes.append(code)
+    return codes[::-1]
+
+
+def live_code(source, used):
+    """The statements of a cell that show something, or make a name in `used`, to which the names in them are added.
+
+    >>> live_code("import os\\n\\nx = 1\\n# dead\\ny = 2\\nprint(x)\\nassert x", set())
+    'x = 1\\nprint(x)'
+    >>> live_code("answer = None  # TODO\\ncheck('1.1', answer)", set())
     ''
     """
     lines = source.splitlines()
     try:
         statements = ast.parse(source).body
     except SyntaxError:  # a line for IPython
+        used.update(re.findall(r"\w+", source))
         return source
-    for each in statements:
-        span = slice(each.lineno - 1, each.end_lineno)
-        text = "\n".join(line or "" for line in lines[span])
+    is_last = True  # no statement after it is shown
+    for each in reversed(statements):
+        first = each.lineno - 1 - len(getattr(each, "decorator_list", ()))
+        span = slice(first, each.end_lineno)
+        text = "\n".join(lines[span])
         if text == "show = setup()":
             return ""
-        if isinstance(each, ast.Import | ast.ImportFrom) or TO_ANSWER.search(text):
-            lines[span] = [None] * (each.end_lineno - each.lineno + 1)
+        made = names_made(each)
+        if TO_ANSWER.search(text):
+            is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef)  # the signature
+            lines[span] = re.sub(r"^( *).*# TODO.*$", r"\1...", text, flags=re.MULTILINE).split("\n")
+        elif isinstance(each, ast.Assert):
+            is_shown = not is_last
+        elif isinstance(each, ast.Import | ast.ImportFrom) or text.startswith(NOT_SHOWN):
+            is_shown = False
+        elif isinstance(each, ast.Expr) or "print(" in text or "display(" in text:
+            is_shown = is_last or not made or bool(made & used)
+        else:
+            is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef) or bool(made & used)
+        if is_shown:
+            if isinstance(each, ast.Assign):
+                used.difference_update(name.id for name in each.targets if isinstance(name, ast.Name))
+            used.update(name.id for name in ast.walk(each) if isinstance(name, ast.Name))
+            is_last = False
+        else:
+            while first and lines[first - 1] is not None and lines[first - 1].startswith("#"):
+                first -= 1
+            lines[first : each.end_lineno] = [None] * (each.end_lineno - first)
     code = "\n".join(line for line in lines if line is not None)
     return re.sub(r"\n\n\n+", "\n\n", code).strip("\n")
 
 
+def names_made(statement):
+    """The names that a statement binds or changes."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    made = set()
+    for each in ast.walk(statement):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            made.add(each.id)
+        elif isinstance(each, ast.Attribute | ast.Subscript) and isinstance(each.value, ast.Name):
+            is_changed = isinstance(each.ctx, ast.Store) or getattr(each, "attr", "") in CHANGE
+            made |= {each.value.id} if is_changed else set()
+    return made
+
+
+def pieces_of_code(code):
+    """Code cut between its statements into pieces of CODE_LINES lines at most, of nearly equal length."""
+    try:
+        starts = [
+            each.lineno - 1 - len(getattr(each, "decorator_list", ())) for each in ast.parse(code).body
+        ]
+    except SyntaxError:
+        starts = []
+    lines = code.split("\n")
+    starts = [0, *(comment_above(lines, start) for start in starts[1:]), len(lines)]
+    fewest = None
+    for limit in range(CODE_LINES, 2, -1):
+        pieces = [[starts[0], starts[1]]]
+        for start, end in zip(starts[1:-1], starts[2:], strict=True):
+            if end - pieces[-1][0] <= limit:
+                pieces[-1][1] = end
+            else:
+                pieces.append([start, end])
+        fewest = fewest or len(pieces)
+        if len(pieces) > fewest:
+            break
+        best = pieces
+    return [piece for start, end in best for piece in cut_lines("\n".join(lines[start:end]).strip("\n"))]
+
+
+def comment_above(lines, start):
+    while start and lines[start - 1].startswith("#"):
+        start -= 1
+    return start
+
+
+def cut_lines(code):
+    """A text cut into pieces that have room on a slide, each cut at the outermost line near the middle."""
+    lines = code.split("\n")
+    if code_height(code) <= LINES - 1.5:
+        return [code]
+    middle = range(len(lines) // 3, len(lines) * 2 // 3 + 1)
+    cut = min(middle, key=lambda i: (len(lines[i]) - len(lines[i].lstrip()), abs(2 * i - len(lines))))
+    return [*cut_lines("\n".join(lines[:cut]).rstrip()), *cut_lines("\n".join(lines[cut:]))]
+
+
+def code_height(code):
+    return 0.6 + CODE_LINE * sum(-(-max(len(line), 1) // WIDE) for line in code.split("\n"))
+
+
+def highlighted(code, language="python"):
+    return highlight(code, get_lexer_by_name(language or "text"), HtmlFormatter())
+
+
 def paragraphs(source):
-    """A cell's text cut at empty lines, but not within a sentence, and without the badges and the help to `check`.
+    """A cell's text cut at empty lines and after a guess, but not within a sentence; without what only a reader at the
+    notebook needs.
 
     >>> list(paragraphs("So:\\n\\n$$x$$\\n\\nis\\n\\nMore."))
     ['So:\\n\\n$$x$$\\n\\nis', 'More.']
+    >>> list(paragraphs("Before the picture, a guess: how many? Ten, say the next two cells. *More* than five."))
+    ['Before the picture, a guess: how many?', '*More* than five.']
     """
     whole = []
-    for text in re.split(r"\n\n+", HELP.sub("", source)):
-        if not text.strip() or text.startswith("[!["):
+    for text in re.split(r"\n\n+", BEFORE.sub("First", BESIDE.sub(lambda m: "" if m[1] else " first", source))):
+        if not text.strip() or text.startswith("[![") or not (text := without_sentences(text, ASIDE)):
             continue
         if whole and goes_on(whole[-1].rpartition("\n\n")[2], text):
             whole[-1] += f"\n\n{text}"
+        elif guess := re.match(r"([^?]*(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", text):
+            whole += guess.groups()
         else:
             whole.append(text)
     return whole
+
+
+def without_sentences(text, pattern):
+    """A paragraph without the sentences, and the brackets, that match."""
+    if text.startswith(("#", "|", "-")) or not pattern.search(text):
+        return text
+    text = re.sub(r"\s?\((?:[^()]|\([^()]*\))*\)", lambda bracket: "" if pattern.search(bracket[0]) else bracket[0], text)
+    spaces = [*SENTENCE.finditer(text), None]
+    start, kept = 0, ""
+    for space in spaces:
+        sentence = text[start : space.end() if space else len(text)]
+        kept += "" if pattern.search(sentence) else sentence
+        start = space.end() if space else 0
+    return "" if re.fullmatch(r"\*\*[^*]*\*\*\s*", kept) else kept.strip()
 
 
 def goes_on(before, text):
@@ -196,20 +411,71 @@ def goes_on(before, text):
     return bool(is_heading or is_listed or text.startswith("$$") or text[0].islower())
 
 
+def part_of(text):
+    """The `Part` of a paragraph."""
+    begins = text.startswith("#")
+    words = re.sub(r"^\|.*\n?", "", text, flags=re.MULTILINE)
+    extra = words.count("\n- ") + words.count("$$")  # lines that are not full
+    height = 1 + len(words) / LETTERS + extra + begins + sum(row_heights(text, 100, 1.05))
+    return Part(begins, height, MARKDOWN.render(text), text)
+
+
+def row_heights(text, letters, height):
+    """Height of each row of the tables in a text, the line below the head left out. letters: of a line of a table."""
+    rows = [line.strip("| ").split("|") for line in text.split("\n") if line.startswith("|") and "|---" not in line]
+    if not rows:
+        return []
+    longest = [max(len(row[i].strip()) if i < len(row) else 0 for row in rows) for i in range(len(rows[0]))]
+    room = min(1, (letters - 2 * len(longest)) / max(sum(longest), 1))
+    lines = [max(-(-len(cell.strip()) // max(int(most * room), 1)) for cell, most in zip(row, longest)) for row in rows]
+    return [height * (0.25 + 0.75 * number) for number in lines]
+
+
+def text_parts(text, letters=100, height=1.05, wrap="{}"):
+    """A `Part` for a text, or several where its table has no room on a page: each has the head of the table."""
+    heights = row_heights(text, letters, height)
+    lines = text.split("\n")
+    table = [i for i, line in enumerate(lines) if line.startswith("|")]
+    if not table or part_of(text).height <= LINES - 0.5:
+        yield part_of(text)
+        return
+    head, body = lines[table[0] : table[0] + 2], lines[table[2] : table[-1] + 1]
+    before, after = lines[: table[0]], lines[table[-1] + 1 :]
+    room, rows, is_first = LINES - 2 - part_of("\n".join(before) or " ").height, [], True
+    for row, high in zip(body, heights[1:], strict=True):
+        if high + heights[0] > room and rows:
+            part = part_of("\n".join([*before, *head, *rows]))
+            yield part._replace(breaks=not is_first)
+            before, rows, room, is_first = [], [], LINES - 2, False
+        rows.append(row)
+        room -= high
+    yield part_of("\n".join([*before, *head, *rows]))._replace(breaks=not is_first)
+    if rest := "\n".join(after).strip():
+        yield part_of(rest)
+
+
 def shown_output(output):
-    """The `Part` of a picture, a table or a text."""
+    """The parts of a picture, a table or a text."""
     data = output.get("data", {})
     if "image/png" in data:
         alt = output["metadata"].get("image/png", {}).get("alt", "")
         picture = f"data:image/png;base64,{data['image/png'].strip()}"
         yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
     elif "text/html" in data:
-        yield Part(False, LINES, f'<div class="output">{"".join(data["text/html"])}</div>')
+        html = "".join(data["text/html"])
+        yield Part(False, 2 + 0.85 * html.count("<tr") + 6 * ("<img" in html), f'<div class="output">{html}</div>')
     elif "text/markdown" in data:
-        text = "".join(data["text/markdown"]).replace("| None |", "| |")  # a guess that is not made
-        yield Part(False, 1 + 0.65 * text.count("\n"), f'<div class="output">{MARKDOWN.render(text)}</div>')
+        text = re.sub("</?div[^>]*>", "", "".join(data["text/markdown"])).replace("| None |", "| |")
+        for label, language, code in re.findall(r"(`[^`\n]*`)\n```(\w*)\n(.*?)\n```", text, flags=re.DOTALL):
+            for number, piece in enumerate(cut_lines(code)):
+                html = "" if number else MARKDOWN.render(label)
+                yield Part(False, code_height(piece) + 1.2 * (not number), html + highlighted(piece, language), breaks=number > 0)
+        if "```" not in text:
+            for part in text_parts(text.strip()):
+                yield part._replace(text="", html=f'<div class="output">{part.html}</div>')
     elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
-        yield Part(False, 1 + 0.65 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
+        for number, piece in enumerate(cut_lines(text)):
+            yield Part(False, code_height(piece), f'<pre class="output">{escape(piece)}</pre>', breaks=number > 0)
 
 
 def page_of(notebook):
@@ -217,11 +483,10 @@ def page_of(notebook):
     title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
     slides = []
     for pages in slides_of(notebook):
-        heading = re.search(r"<h\d>(.*)</h\d>", pages[0][0].html)[1]
+        heading = re.findall(r"<h\d>(.*)</h\d>", pages[0][0].html)[-1]
         inner = ""
         for number, page in enumerate(pages):
-            goes_on_below = number > 0 and not page[0].is_figure
-            above = f'<h2 class="again">{heading}</h2>' if goes_on_below else ""
+            above = f'<h2 class="again">{heading}</h2>' if number else ""
             inner += f"<section>{above}{''.join(part.html for part in page)}</section>\n"
         slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
