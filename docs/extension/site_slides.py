@@ -41,7 +41,8 @@ TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run
 QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
 # Sentences for somebody at the notebook, and what stands for them
 ASIDE = re.compile(
-    r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|pip install|`check` says|check\.(use|hint)|^Five letters"
+    r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|`show\(|running kernel|pip install|`check` says"
+    r"|check\.(use|hint)|^Five letters|\bTry:|Change the prompt"
 )
 BESIDE = re.compile(r",? (at the top of the notebook|in the next cell)|(?<=On paper), before you run the cell")
 BEFORE = re.compile(r"Before you run the (next )?cell")
@@ -127,9 +128,11 @@ def slides_of(notebook):
             room, is_asked = LINES, False
         elif (is_asked and not part.is_given) or part.breaks or not has_room(slides[-1][-1], part, room):
             before, page = slides[-1][-1], []
-            is_free = len(before) > 1 and before[-1].text and not is_asked and not part.text and not part.breaks
-            if is_free and before[-1].height + part.height < LINES and not (part.is_figure and before[-1].height > FEW):
-                page = [before.pop()]
+            start = max((i for i, each in enumerate(before) if each.text), default=0)
+            height = sum(each.height for each in before[start:])
+            is_free = part.is_given or (start == len(before) - 1 and not is_asked and not part.text and not part.breaks)
+            if start and is_free and height + part.height < LINES and not (part.is_figure and height > FEW):
+                before[start:], page = [], before[start:]
             slides[-1].append(page)
             room, is_asked = LINES - 1 - sum(each.height for each in page), False
         slides[-1][-1].append(part)
@@ -212,7 +215,8 @@ def cell_parts(cells):
             yield Part(False, 1, minutes_of(exercises), is_given=True)
         if code and not is_hidden:
             is_given = bool(exercises or re.fullmatch(r"\w+ = \{(\s+.*: None,)+\s*\}", code))
-            for place, piece in enumerate(pieces_of_code(code)):
+            is_widget = any("application/vnd.jupyter.widget-view+json" in each.get("data", ()) for each in cell["outputs"])
+            for place, piece in enumerate(() if is_widget else pieces_of_code(code)):
                 html = highlighted(piece)
                 if is_given:
                     html = html.replace("<pre>", '<pre class="given">')
@@ -240,8 +244,14 @@ def waits_for_student(cell):
 
 def has_output(cell):
     """Whether the outputs of a cell are shown: not those of the setup, and of an exercise alone."""
-    lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
-    return "show = setup()" not in lines and not waits_for_student(cell)
+    source = "".join(cell["source"])
+    try:
+        statements = [ast.get_source_segment(source, each) for each in ast.parse(source).body]
+    except SyntaxError:  # a line for IPython
+        return True
+    is_setup = "show = setup()" in statements
+    is_work = any(not TO_ANSWER.search(each) and not each.startswith(("import ", "from ")) for each in statements)
+    return is_work and not is_setup and not waits_for_student(cell)
 
 
 def live_codes(cells):
@@ -283,7 +293,8 @@ def live_code(source, used):
         made = names_made(each)
         if TO_ANSWER.search(text):
             is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef)  # the signature
-            lines[span] = re.sub(r"^( *).*# TODO.*$", r"\1...", text, flags=re.MULTILINE).split("\n")
+            text = re.sub(r"^( *)[^# ].*# TODO.*$", r"\1...", text, flags=re.MULTILINE)
+            lines[span] = [None if "# TODO" in line else line for line in text.split("\n")]
         elif isinstance(each, ast.Assert):
             is_shown = not is_last
         elif isinstance(each, ast.Import | ast.ImportFrom) or text.startswith(NOT_SHOWN):
@@ -293,9 +304,9 @@ def live_code(source, used):
         else:
             is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef) or bool(made & used)
         if is_shown:
-            if isinstance(each, ast.Assign):
-                used.difference_update(name.id for name in each.targets if isinstance(name, ast.Name))
-            used.update(name.id for name in ast.walk(each) if isinstance(name, ast.Name))
+            if isinstance(each, ast.Assign) and not isinstance(each.targets[0], ast.Subscript | ast.Attribute):
+                used -= made
+            used |= names_read(each)
             is_last = False
         else:
             while first and lines[first - 1] is not None and lines[first - 1].startswith("#"):
@@ -303,6 +314,21 @@ def live_code(source, used):
             lines[first : each.end_lineno] = [None] * (each.end_lineno - first)
     code = "\n".join(line for line in lines if line is not None)
     return re.sub(r"\n\n\n+", "\n\n", code).strip("\n")
+
+
+def names_read(statement):
+    """The names that a statement takes from outside: not its arguments, and not what only a function binds."""
+    read, own = set(), {"_"}
+    for each in ast.walk(statement):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
+            read.add(each.id)
+        elif isinstance(each, ast.Name) and isinstance(statement, ast.FunctionDef):
+            own.add(each.id)
+        elif isinstance(each, ast.arg):
+            own.add(each.arg)
+        elif isinstance(each, ast.comprehension):
+            own |= {name.id for name in ast.walk(each.target) if isinstance(name, ast.Name)}
+    return read - own
 
 
 def names_made(statement):
@@ -383,7 +409,7 @@ def paragraphs(source):
             continue
         if whole and goes_on(whole[-1].rpartition("\n\n")[2], text):
             whole[-1] += f"\n\n{text}"
-        elif guess := re.match(r"([^?]*(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", text):
+        elif guess := re.match(r"(.*?(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", text, re.DOTALL):
             whole += guess.groups()
         else:
             whole.append(text)
