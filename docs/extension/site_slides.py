@@ -50,14 +50,14 @@ SENTENCE = re.compile(r"(?<=[.?!)])(?:\*\*)?\s+(?=[A-Z(*`$])")
 # A sentence that is the key of the figure before it
 KEY = re.compile(
     r"\b([Pp]ictures?|[Ff]igures?|[Pp]anels?|[Cc]olou?rs?|[Bb]lue|[Rr]ed|[Oo]range|[Gg]reen|[Gg]r[ea]y|[Bb]lack|[Dd]ashed|[Dd]otted"
-    r"|[Cc]ross(es)?|[Dd]ots?|[Cc]urves?|[Ll]ines?|[Bb]ars?|[Cc]louds?|[Pp]oints?|[Mm]arkers?|left|right|upper|lower|[Dd]iagonal|steep"
+    r"|[Cc]ross(es)?|[Dd]ots?|[Cc]urves?|[Ll]ines?|[Bb]ars?|[Cc]louds?|[Pp]oints?|[Mm]arkers?|left|right|upper|lower|[Dd]iagonal|[Bb]ox(es)?|steep"
     r"|slope|number is)\b"
 )
 KEY_LETTERS = 260
 TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
 # Lines of output that say that an exercise is not answered, or how far a loop is
 PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
-NOT_SHOWN = ("show(", "os.chdir(", "folder.cleanup(")  # statements
+NOT_SHOWN = ("show(", "panels(", "display(panels(", "os.chdir(", "folder.cleanup(")  # statements
 CHANGE = ("append", "extend", "add", "update", "sort", "insert", "pop")  # methods that change their object
 YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
 TURN = '<p class="turn">'
@@ -112,7 +112,7 @@ class Part(NamedTuple):
 
     @property
     def asks(self):
-        return bool(QUESTION.search(self.text))
+        return self.is_given or bool(QUESTION.search(self.text))
 
 
 def slides_of(notebook):
@@ -134,7 +134,7 @@ def slides_of(notebook):
             if start and is_free and height + part.height < LINES and not (part.is_figure and height > FEW):
                 before[start:], page = [], before[start:]
             slides[-1].append(page)
-            room, is_asked = LINES - 1 - sum(each.height for each in page), False
+            room, is_asked = LINES - 1 - sum(each.height for each in page), any(each.asks for each in page)
         slides[-1][-1].append(part)
         room -= part.height
         is_asked = is_asked or part.asks
@@ -144,7 +144,8 @@ def slides_of(notebook):
 def has_room(page, part, room):
     """Whether a part goes on a page: what fits, a figure below a sentence, a line of output, and what a colon announces."""
     if part.height <= room:
-        return True
+        codes = [each.height for each in (*page, part) if 'class="highlight"' in each.html]
+        return len(codes) < 2 or sum(codes) < code_height("\n" * CODE_LINES)
     if any(each.is_figure for each in page):
         return False
     is_announced = len(page) == 1 and page[0].text.endswith(":") and part.height < room + 2
@@ -157,15 +158,17 @@ def parts_of(notebook):
     for part in cell_parts(notebook["cells"]):
         if figure:
             key, rest = key_of(part.text) if not part.begins else ("", "")
-            html = figure.html.removesuffix("</div>") + MARKDOWN.render(key) + "</div>" if key else figure.html
-            yield figure._replace(html=html)
-            figure = None
+            if key:
+                figure = figure._replace(html=figure.html.removesuffix("</div>") + MARKDOWN.render(key) + "</div>")
+            if key and not rest and not QUESTION.search(key):
+                continue
+            yield figure
             if key and not rest:
+                figure = None
                 continue
             part = part_of(rest) if key else part
-        if part.is_figure:
-            figure = part
-        else:
+        figure = part if part.is_figure else None
+        if not figure:
             yield part
     if figure:
         yield figure
@@ -213,7 +216,11 @@ def cell_parts(cells):
             continue
         if exercises and not is_quiz:
             yield Part(False, 1, minutes_of(exercises), is_given=True)
+        outputs = [part for output in cell["outputs"] for part in shown_output(output)] if has_output(cell) else []
+        outputs.sort(key=lambda part: part.is_figure)  # nothing between a figure and its key
         if code and not is_hidden:
+            while outputs and 'class="highlight"' in outputs[0].html:  # a source that the code uses
+                yield outputs.pop(0)
             is_given = bool(exercises or re.fullmatch(r"\w+ = \{(\s+.*: None,)+\s*\}", code))
             is_widget = any("application/vnd.jupyter.widget-view+json" in each.get("data", ()) for each in cell["outputs"])
             for place, piece in enumerate(() if is_widget else pieces_of_code(code)):
@@ -221,10 +228,6 @@ def cell_parts(cells):
                 if is_given:
                     html = html.replace("<pre>", '<pre class="given">')
                 yield Part(False, code_height(piece), html, breaks=place > 0, is_given=is_given and not place)
-        if not has_output(cell):
-            continue
-        outputs = [part for output in cell["outputs"] for part in shown_output(output)]
-        outputs.sort(key=lambda part: part.is_figure)  # nothing between a figure and its key
         if outputs and is_hidden and not outputs[0].is_figure:
             is_announced = "".join(cells[number - 1]["source"]).rstrip().endswith(":")
             outputs[0] = outputs[0]._replace(breaks=not is_announced)
