@@ -314,8 +314,9 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
             for alt, height, fill, parts in figures:
                 assert len(alt) > 20 and 300 < height < 720 and fill > 0.95 and 2 <= parts <= 4, (path.stem, alt, height, parts)
             page.run("Reveal.slide(0, 0)")
-            page.run("for (let i = 1; i < Reveal.getTotalSlides(); i++) Reveal.right()")
-            assert page.run("Reveal.isLastSlide()"), "the right arrow visits every page"
+            page.run("""for (let i = 1; i < Reveal.getTotalSlides(); i++)
+                document.dispatchEvent(new KeyboardEvent("keydown", { keyCode: 39 }))""")
+            assert page.run("Reveal.getSlidePastCount() + 1 === Reveal.getTotalSlides()"), "a page that arrows skip"
             assert all(url.startswith(("file://", "data:")) for url in page.requested)
             assert page.run("document.querySelector('.back').getAttribute('href')") == "index.html"
             assert page.problems == []

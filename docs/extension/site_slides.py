@@ -157,7 +157,8 @@ def parts_of(notebook):
     figure = None
     for part in cell_parts(notebook["cells"]):
         if figure:
-            key, rest = key_of(part.text) if not part.begins else ("", "")
+            key, rest = key_of(part.text, letters) if not part.begins else ("", "")
+            letters -= len(key)
             if key:
                 figure = figure._replace(html=figure.html.removesuffix("</div>") + MARKDOWN.render(key) + "</div>")
             if key and not rest and not QUESTION.search(key):
@@ -167,20 +168,20 @@ def parts_of(notebook):
                 figure = None
                 continue
             part = part_of(rest) if key else part
-        figure = part if part.is_figure else None
+        figure, letters = part if part.is_figure else None, KEY_LETTERS
         if not figure:
             yield part
     if figure:
         yield figure
 
 
-def key_of(text):
-    """(what speaks of the figure before it, the rest), of a paragraph.
+def key_of(text, letters=KEY_LETTERS):
+    """(what speaks of the figure before it, in so many letters, the rest), of a paragraph.
 
     >>> key_of("Blue is above. Why? The rest.")
     ('Blue is above.', 'Why? The rest.')
     """
-    if QUESTION.search(text) and len(text) < KEY_LETTERS * 0.8 and "Your turn" not in text and "\n-" not in text:
+    if QUESTION.search(text) and len(text) < letters and "Your turn" not in text and "\n-" not in text:
         return text, ""
     block = text.partition("\n\n")[0]
     end = 0
@@ -188,7 +189,7 @@ def key_of(text):
         sentence = block[end : each.start() if each else len(block)]
         if not KEY.search(sentence) or "?" in sentence or "Your turn" in sentence or sentence.endswith(":"):
             break
-        if (each.end() if each else len(block)) > KEY_LETTERS or re.match(r"[-|\d]", sentence):
+        if (each.end() if each else len(block)) > letters or re.match(r"[-|\d]", sentence):
             break
         end = each.end() if each else len(block)
     return text[:end].strip(), text[end:].strip()
@@ -382,7 +383,7 @@ def comment_above(lines, start):
 def cut_lines(code):
     """A text cut into pieces that have room on a slide, each cut at the outermost line near the middle."""
     lines = code.split("\n")
-    if code_height(code) <= LINES - 1.5:
+    if code_height(code) <= LINES - 0.6:
         return [code]
     middle = range(len(lines) // 3, len(lines) * 2 // 3 + 1)
     cut = min(middle, key=lambda i: (len(lines[i]) - len(lines[i].lstrip()), abs(2 * i - len(lines))))
