@@ -312,7 +312,12 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
             pictures = path.read_text(encoding="utf-8").count('"image/png": "')
             assert len(figures) == pictures > 1
             for alt, height, fill, parts in figures:
-                assert len(alt) > 20 and 300 < height < 720 and fill > 0.95 and 2 <= parts <= 4, (path.stem, alt, height, parts)
+                assert len(alt) > 20 and 300 < height < 720 and fill > 0.95 and 2 <= parts <= 4, (
+                    path.stem,
+                    alt,
+                    height,
+                    parts,
+                )
             page.run("Reveal.slide(0, 0)")
             page.run("""for (let i = 1; i < Reveal.getTotalSlides(); i++)
                 document.dispatchEvent(new KeyboardEvent("keydown", { keyCode: 39 }))""")
@@ -357,7 +362,9 @@ def test_slides_have_headings_and_no_placeholders():
         assert re.match(r'<h\d( class="again")?>([A-Z0-9]|<code>)', slide), (name, slide)
         assert not re.search(r"= setup\(\)|# TODO", slide), (name, slide)
         for output in re.findall(r'<pre class="output">(.*?)</pre>', slide, flags=re.DOTALL):
-            assert not re.search(r"^(.*: )?not? \w+ yet|exercises are right|no judge yet", output, flags=re.MULTILINE), name
+            assert not re.search(
+                r"^(.*: )?not? \w+ yet|exercises are right|no judge yet", output, flags=re.MULTILINE
+            ), name
     tasks = sum(slide.count('class="turn">About') for _, slide in html_of_slides())
     assert tasks == len(importlib.import_module("bitnet_ref.crossval.exercises.teacher").EXERCISES)
 

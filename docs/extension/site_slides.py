@@ -112,7 +112,7 @@ class Part(NamedTuple):
 
     @property
     def asks(self):
-        return self.is_given or bool(QUESTION.search(self.text))
+        return self.is_given or bool(QUESTION.search(re.sub("^#.*", "", self.text, flags=re.MULTILINE)))
 
 
 def slides_of(notebook):
@@ -223,7 +223,9 @@ def cell_parts(cells):
             while outputs and 'class="highlight"' in outputs[0].html:  # a source that the code uses
                 yield outputs.pop(0)
             is_given = bool(exercises or re.fullmatch(r"\w+ = \{(\s+.*: None,)+\s*\}", code))
-            is_widget = any("application/vnd.jupyter.widget-view+json" in each.get("data", ()) for each in cell["outputs"])
+            is_widget = any(
+                "application/vnd.jupyter.widget-view+json" in each.get("data", ()) for each in cell["outputs"]
+            )
             for place, piece in enumerate(() if is_widget else pieces_of_code(code)):
                 html = highlighted(piece)
                 if is_given:
@@ -316,6 +318,11 @@ def live_code(source, used):
             while first and lines[first - 1] is not None and lines[first - 1].startswith("#"):
                 first -= 1
             lines[first : each.end_lineno] = [None] * (each.end_lineno - first)
+    for each in statements:  # an assert before all else that is shown is about another cell
+        if isinstance(each, ast.Assert):
+            lines[each.lineno - 1 : each.end_lineno] = [None] * (each.end_lineno - each.lineno + 1)
+        elif lines[each.lineno - 1] is not None:
+            break
     code = "\n".join(line for line in lines if line is not None)
     return re.sub(r"\n\n\n+", "\n\n", code).strip("\n")
 
@@ -352,9 +359,7 @@ def names_made(statement):
 def pieces_of_code(code):
     """Code cut between its statements into pieces of CODE_LINES lines at most, of nearly equal length."""
     try:
-        starts = [
-            each.lineno - 1 - len(getattr(each, "decorator_list", ())) for each in ast.parse(code).body
-        ]
+        starts = [each.lineno - 1 - len(getattr(each, "decorator_list", ())) for each in ast.parse(code).body]
     except SyntaxError:
         starts = []
     lines = code.split("\n")
@@ -424,7 +429,9 @@ def without_sentences(text, pattern):
     """A paragraph without the sentences, and the brackets, that match."""
     if text.startswith(("#", "|", "-")) or not pattern.search(text):
         return text
-    text = re.sub(r"\s?\((?:[^()]|\([^()]*\))*\)", lambda bracket: "" if pattern.search(bracket[0]) else bracket[0], text)
+    text = re.sub(
+        r"\s?\((?:[^()]|\([^()]*\))*\)", lambda bracket: "" if pattern.search(bracket[0]) else bracket[0], text
+    )
     spaces = [*SENTENCE.finditer(text), None]
     start, kept = 0, ""
     for space in spaces:
@@ -441,45 +448,42 @@ def goes_on(before, text):
     return bool(is_heading or is_listed or text.startswith("$$") or text[0].islower())
 
 
-def part_of(text):
-    """The `Part` of a paragraph."""
+def part_of(text, letters=100, high=1.05):
+    """The `Part` of a paragraph. letters, high: of a line of its table, and its height."""
     begins = text.startswith("#")
     words = re.sub(r"^\|.*\n?", "", text, flags=re.MULTILINE)
     extra = words.count("\n- ") + words.count("$$")  # lines that are not full
-    height = 1 + len(words) / LETTERS + extra + begins + sum(row_heights(text, 100, 1.05))
+    height = 1 + len(words) / LETTERS + extra + begins + sum(row_heights(text, letters, high))
     return Part(begins, height, MARKDOWN.render(text), text)
 
 
-def row_heights(text, letters, height):
-    """Height of each row of the tables in a text, the line below the head left out. letters: of a line of a table."""
+def row_heights(text, letters, high):
+    """Height of each row of the table in a text, the line below the head left out."""
     rows = [line.strip("| ").split("|") for line in text.split("\n") if line.startswith("|") and "|---" not in line]
     if not rows:
         return []
     longest = [max(len(row[i].strip()) if i < len(row) else 0 for row in rows) for i in range(len(rows[0]))]
     room = min(1, (letters - 2 * len(longest)) / max(sum(longest), 1))
     lines = [max(-(-len(cell.strip()) // max(int(most * room), 1)) for cell, most in zip(row, longest)) for row in rows]
-    return [height * (0.25 + 0.75 * number) for number in lines]
+    return [high * (0.25 + 0.75 * number) for number in lines]
 
 
-def text_parts(text, letters=100, height=1.05, wrap="{}"):
+def text_parts(text, *of_table):
     """A `Part` for a text, or several where its table has no room on a page: each has the head of the table."""
-    heights = row_heights(text, letters, height)
     lines = text.split("\n")
     table = [i for i, line in enumerate(lines) if line.startswith("|")]
-    if not table or part_of(text).height <= LINES - 0.5:
-        yield part_of(text)
+    if not table or part_of(text, *of_table).height <= LINES - 0.5:
+        yield part_of(text, *of_table)
         return
     head, body = lines[table[0] : table[0] + 2], lines[table[2] : table[-1] + 1]
     before, after = lines[: table[0]], lines[table[-1] + 1 :]
-    room, rows, is_first = LINES - 2 - part_of("\n".join(before) or " ").height, [], True
-    for row, high in zip(body, heights[1:], strict=True):
-        if high + heights[0] > room and rows:
-            part = part_of("\n".join([*before, *head, *rows]))
-            yield part._replace(breaks=not is_first)
-            before, rows, room, is_first = [], [], LINES - 2, False
+    rows, is_first = [], True
+    for row in [*body, None]:
+        longer = part_of("\n".join([*before, *head, *rows, row or ""]), *of_table)
+        if row is None or (rows and longer.height > LINES - 0.5 - (not is_first)):
+            yield part_of("\n".join([*before, *head, *rows]), *of_table)._replace(breaks=not is_first)
+            before, rows, is_first = [], [], False
         rows.append(row)
-        room -= high
-    yield part_of("\n".join([*before, *head, *rows]))._replace(breaks=not is_first)
     if rest := "\n".join(after).strip():
         yield part_of(rest)
 
@@ -499,9 +503,14 @@ def shown_output(output):
         for label, language, code in re.findall(r"(`[^`\n]*`)\n```(\w*)\n(.*?)\n```", text, flags=re.DOTALL):
             for number, piece in enumerate(cut_lines(code)):
                 html = "" if number else MARKDOWN.render(label)
-                yield Part(False, code_height(piece) + 1.2 * (not number), html + highlighted(piece, language), breaks=number > 0)
+                yield Part(
+                    False,
+                    code_height(piece) + 1.2 * (not number),
+                    html + highlighted(piece, language),
+                    breaks=number > 0,
+                )
         if "```" not in text:
-            for part in text_parts(text.strip()):
+            for part in text_parts(text.strip(), 135, 0.85):
                 yield part._replace(text="", html=f'<div class="output">{part.html}</div>')
     elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
         for number, piece in enumerate(cut_lines(text)):
