@@ -8,13 +8,13 @@ checks, cells that only assert, and the code of figures are left out; a long sou
 Without npm the site has no slides, and the build says so.
 """
 
-import ast
 import json
 import os
 import re
 import shutil
 import sys
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
+from site_code import LINES, PLACEHOLDER, code_height, cut_code, cut_lines, has_output, live_codes, waits_for_student
 from site_playground import ROOT, download
 
 from bitnet_ref.crossval.exercises.teacher import exercises_in
@@ -31,12 +32,9 @@ from bitnet_ref.crossval.exercises.teacher import exercises_in
 REVEAL = "reveal.js@5.2.1"
 INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2qD+7ZPZEbpBDhdRhJaFgfQ7zNQ=="
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
-LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
 FEW = 3  # lines above a figure
-CODE_LINES = 12  # of a slide, if the code can be cut between its statements
-CODE_LINE = 0.65  # height of a line of code or output
-WIDE = 112  # letters of such a line
+MUCH_CODE = 9  # lines that the code of two cells on a page takes at most
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
 QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
 # Sentences for somebody at the notebook, and what stands for them
@@ -47,19 +45,16 @@ ASIDE = re.compile(
 BESIDE = re.compile(r",? (at the top of the notebook|in the next cell)|(?<=On paper), before you run the cell")
 BEFORE = re.compile(r"Before you run the (next )?cell")
 SENTENCE = re.compile(r"(?<=[.?!)])(?:\*\*)?\s+(?=[A-Z(*`$])")
+BRACKETS = re.compile(r"\s?\((?:[^()]|\([^()]*\))*\)")
 # A sentence that is the key of the figure before it
 KEY = re.compile(
-    r"\b([Pp]ictures?|[Ff]igures?|[Pp]anels?|[Cc]olou?rs?|[Bb]lue|[Rr]ed|[Oo]range|[Gg]reen|[Gg]r[ea]y|[Bb]lack|[Dd]ashed|[Dd]otted"
-    r"|[Cc]ross(es)?|[Dd]ots?|[Cc]urves?|[Ll]ines?|[Bb]ars?|[Cc]louds?|[Pp]oints?|[Mm]arkers?|left|right|upper|lower|[Dd]iagonal|[Bb]ox(es)?|steep"
-    r"|slope|number is)\b"
+    r"\b(pictures?|figures?|panels?|colou?rs?|blue|red|orange|green|gr[ea]y|black|dashed|dotted|cross(es)?|dots?|curves?"
+    r"|lines?|bars?|clouds?|points?|markers?|left|right|upper|lower|diagonal|box(es)?|steep|slope|number is)\b",
+    re.IGNORECASE,
 )
 KEY_LETTERS = 260
-TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
-# Lines of output that say that an exercise is not answered, or how far a loop is
-PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
-NOT_SHOWN = ("show(", "panels(", "display(panels(", "os.chdir(", "folder.cleanup(")  # statements
-CHANGE = ("append", "extend", "add", "update", "sort", "insert", "pop")  # methods that change their object
 YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
+WIDGET = "application/vnd.jupyter.widget-view+json"
 TURN = '<p class="turn">'
 MARKDOWN = (
     MarkdownIt("commonmark")
@@ -142,19 +137,20 @@ def slides_of(notebook):
 
 
 def has_room(page, part, room):
-    """Whether a part goes on a page: what fits, a figure below a sentence, a line of output, and what a colon announces."""
+    """Whether a part goes on a page: what fits, a figure below a sentence, a line of output, what a colon announces."""
     if part.height <= room:
         codes = [each.height for each in (*page, part) if 'class="highlight"' in each.html]
-        return len(codes) < 2 or sum(codes) < code_height("\n" * CODE_LINES)
+        return len(codes) < 2 or sum(codes) <= MUCH_CODE
     if any(each.is_figure for each in page):
         return False
     is_announced = len(page) == 1 and page[0].text.endswith(":") and part.height < room + 2
-    return room >= LINES - FEW if part.is_figure else not part.text and part.height < 2 or is_announced
+    is_line = not part.text and part.height < 2
+    return room >= LINES - FEW if part.is_figure else is_line or is_announced
 
 
 def parts_of(notebook):
     """What is shown of the cells, with the key of each figure below it."""
-    figure = None
+    figure, letters = None, KEY_LETTERS
     for part in cell_parts(notebook["cells"]):
         if figure:
             key, rest = key_of(part.text, letters) if not part.begins else ("", "")
@@ -223,10 +219,8 @@ def cell_parts(cells):
             while outputs and 'class="highlight"' in outputs[0].html:  # a source that the code uses
                 yield outputs.pop(0)
             is_given = bool(exercises or re.fullmatch(r"\w+ = \{(\s+.*: None,)+\s*\}", code))
-            is_widget = any(
-                "application/vnd.jupyter.widget-view+json" in each.get("data", ()) for each in cell["outputs"]
-            )
-            for place, piece in enumerate(() if is_widget else pieces_of_code(code)):
+            is_widget = any(WIDGET in each.get("data", ()) for each in cell["outputs"])
+            for place, piece in enumerate(() if is_widget else cut_code(code)):
                 html = highlighted(piece)
                 if is_given:
                     html = html.replace("<pre>", '<pre class="given">')
@@ -239,164 +233,6 @@ def cell_parts(cells):
 
 def minutes_of(exercises):
     return f"{TURN}About {sum(each.minutes for each in exercises)} minutes</p>"
-
-
-def waits_for_student(cell):
-    """Whether a cell without a check has no output but that an exercise is not answered."""
-    texts = ["".join(each.get("text", "?")) for each in cell.get("outputs", ())]
-    is_task = TO_ANSWER.search("".join(cell["source"]))
-    return bool(texts) and not is_task and not PLACEHOLDER.sub("", "".join(texts)).strip()
-
-
-def has_output(cell):
-    """Whether the outputs of a cell are shown: not those of the setup, and of an exercise alone."""
-    source = "".join(cell["source"])
-    try:
-        statements = [ast.get_source_segment(source, each) for each in ast.parse(source).body]
-    except SyntaxError:  # a line for IPython
-        return True
-    is_setup = "show = setup()" in statements
-    is_work = any(not TO_ANSWER.search(each) and not each.startswith(("import ", "from ")) for each in statements)
-    return is_work and not is_setup and not waits_for_student(cell)
-
-
-def live_codes(cells):
-    """The code of each cell that a slide shows.
-
-    Imports and checks go, and what only they, a figure or an assert at the end of a cell use.
-    """
-    used, codes = set(), []
-    for cell in reversed(cells):
-        code = ""
-        if cell["cell_type"] == "code" and not waits_for_student(cell):
-            is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
-            code = live_code("".join(cell["source"]), set() if is_hidden else used)
-        codes.append(code)
-    return codes[::-1]
-
-
-def live_code(source, used):
-    """The statements of a cell that show something, or make a name in `used`, to which the names in them are added.
-
-    >>> live_code("import os\\n\\nx = 1\\n# dead\\ny = 2\\nprint(x)\\nassert x", set())
-    'x = 1\\nprint(x)'
-    >>> live_code("answer = None  # TODO\\ncheck('1.1', answer)", set())
-    ''
-    """
-    lines = source.splitlines()
-    try:
-        statements = ast.parse(source).body
-    except SyntaxError:  # a line for IPython
-        used.update(re.findall(r"\w+", source))
-        return source
-    is_last = True  # no statement after it is shown
-    for each in reversed(statements):
-        first = each.lineno - 1 - len(getattr(each, "decorator_list", ()))
-        span = slice(first, each.end_lineno)
-        text = "\n".join(lines[span])
-        if text == "show = setup()":
-            return ""
-        made = names_made(each)
-        if TO_ANSWER.search(text):
-            is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef)  # the signature
-            text = re.sub(r"^( *)[^# ].*# TODO.*$", r"\1...", text, flags=re.MULTILINE)
-            lines[span] = [None if "# TODO" in line else line for line in text.split("\n")]
-        elif isinstance(each, ast.Assert):
-            is_shown = not is_last
-        elif isinstance(each, ast.Import | ast.ImportFrom) or text.startswith(NOT_SHOWN):
-            is_shown = False
-        elif isinstance(each, ast.Expr) or "print(" in text or "display(" in text:
-            is_shown = is_last or not made or bool(made & used)
-        else:
-            is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef) or bool(made & used)
-        if is_shown:
-            if isinstance(each, ast.Assign) and not isinstance(each.targets[0], ast.Subscript | ast.Attribute):
-                used -= made
-            used |= names_read(each)
-            is_last = False
-        else:
-            while first and lines[first - 1] is not None and lines[first - 1].startswith("#"):
-                first -= 1
-            lines[first : each.end_lineno] = [None] * (each.end_lineno - first)
-    for each in statements:  # an assert before all else that is shown is about another cell
-        if isinstance(each, ast.Assert):
-            lines[each.lineno - 1 : each.end_lineno] = [None] * (each.end_lineno - each.lineno + 1)
-        elif lines[each.lineno - 1] is not None:
-            break
-    code = "\n".join(line for line in lines if line is not None)
-    return re.sub(r"\n\n\n+", "\n\n", code).strip("\n")
-
-
-def names_read(statement):
-    """The names that a statement takes from outside: not its arguments, and not what only a function binds."""
-    read, own = set(), {"_"}
-    for each in ast.walk(statement):
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
-            read.add(each.id)
-        elif isinstance(each, ast.Name) and isinstance(statement, ast.FunctionDef):
-            own.add(each.id)
-        elif isinstance(each, ast.arg):
-            own.add(each.arg)
-        elif isinstance(each, ast.comprehension):
-            own |= {name.id for name in ast.walk(each.target) if isinstance(name, ast.Name)}
-    return read - own
-
-
-def names_made(statement):
-    """The names that a statement binds or changes."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return {statement.name}
-    made = set()
-    for each in ast.walk(statement):
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            made.add(each.id)
-        elif isinstance(each, ast.Attribute | ast.Subscript) and isinstance(each.value, ast.Name):
-            is_changed = isinstance(each.ctx, ast.Store) or getattr(each, "attr", "") in CHANGE
-            made |= {each.value.id} if is_changed else set()
-    return made
-
-
-def pieces_of_code(code):
-    """Code cut between its statements into pieces of CODE_LINES lines at most, of nearly equal length."""
-    try:
-        starts = [each.lineno - 1 - len(getattr(each, "decorator_list", ())) for each in ast.parse(code).body]
-    except SyntaxError:
-        starts = []
-    lines = code.split("\n")
-    starts = [0, *(comment_above(lines, start) for start in starts[1:]), len(lines)]
-    fewest = None
-    for limit in range(CODE_LINES, 2, -1):
-        pieces = [[starts[0], starts[1]]]
-        for start, end in zip(starts[1:-1], starts[2:], strict=True):
-            if end - pieces[-1][0] <= limit:
-                pieces[-1][1] = end
-            else:
-                pieces.append([start, end])
-        fewest = fewest or len(pieces)
-        if len(pieces) > fewest:
-            break
-        best = pieces
-    return [piece for start, end in best for piece in cut_lines("\n".join(lines[start:end]).strip("\n"))]
-
-
-def comment_above(lines, start):
-    while start and lines[start - 1].startswith("#"):
-        start -= 1
-    return start
-
-
-def cut_lines(code):
-    """A text cut into pieces that have room on a slide, each cut at the outermost line near the middle."""
-    lines = code.split("\n")
-    if code_height(code) <= LINES - 0.6:
-        return [code]
-    middle = range(len(lines) // 3, len(lines) * 2 // 3 + 1)
-    cut = min(middle, key=lambda i: (len(lines[i]) - len(lines[i].lstrip()), abs(2 * i - len(lines))))
-    return [*cut_lines("\n".join(lines[:cut]).rstrip()), *cut_lines("\n".join(lines[cut:]))]
-
-
-def code_height(code):
-    return 0.6 + CODE_LINE * sum(-(-max(len(line), 1) // WIDE) for line in code.split("\n"))
 
 
 def highlighted(code, language="python"):
@@ -429,9 +265,7 @@ def without_sentences(text, pattern):
     """A paragraph without the sentences, and the brackets, that match."""
     if text.startswith(("#", "|", "-")) or not pattern.search(text):
         return text
-    text = re.sub(
-        r"\s?\((?:[^()]|\([^()]*\))*\)", lambda bracket: "" if pattern.search(bracket[0]) else bracket[0], text
-    )
+    text = BRACKETS.sub(lambda found: "" if pattern.search(found[0]) else found[0], text)
     spaces = [*SENTENCE.finditer(text), None]
     start, kept = 0, ""
     for space in spaces:
@@ -459,13 +293,14 @@ def part_of(text, letters=100, high=1.05):
 
 def row_heights(text, letters, high):
     """Height of each row of the table in a text, the line below the head left out."""
-    rows = [line.strip("| ").split("|") for line in text.split("\n") if line.startswith("|") and "|---" not in line]
-    if not rows:
-        return []
-    longest = [max(len(row[i].strip()) if i < len(row) else 0 for row in rows) for i in range(len(rows[0]))]
-    room = min(1, (letters - 2 * len(longest)) / max(sum(longest), 1))
-    lines = [max(-(-len(cell.strip()) // max(int(most * room), 1)) for cell, most in zip(row, longest)) for row in rows]
-    return [high * (0.25 + 0.75 * number) for number in lines]
+    lines = [line for line in text.split("\n") if line.startswith("|") and "|---" not in line]
+    rows = [[len(cell.strip()) for cell in line.strip("| ").split("|")] for line in lines]
+    longest = [max(column) for column in zip_longest(*rows, fillvalue=0)]
+    share = min(1, (letters - 2 * len(longest)) / max(sum(longest), 1))
+    wraps = [
+        max(-(-cell // max(int(most * share), 1)) for cell, most in zip(row, longest, strict=False)) for row in rows
+    ]
+    return [high * (0.25 + 0.75 * number) for number in wraps]
 
 
 def text_parts(text, *of_table):
@@ -501,14 +336,11 @@ def shown_output(output):
     elif "text/markdown" in data:
         text = re.sub("</?div[^>]*>", "", "".join(data["text/markdown"])).replace("| None |", "| |")
         for label, language, code in re.findall(r"(`[^`\n]*`)\n```(\w*)\n(.*?)\n```", text, flags=re.DOTALL):
-            for number, piece in enumerate(cut_lines(code)):
-                html = "" if number else MARKDOWN.render(label)
-                yield Part(
-                    False,
-                    code_height(piece) + 1.2 * (not number),
-                    html + highlighted(piece, language),
-                    breaks=number > 0,
-                )
+            above = MARKDOWN.render(label)
+            for piece in cut_lines(code):
+                height = code_height(piece) + 1.2 * bool(above)
+                yield Part(False, height, above + highlighted(piece, language), breaks=not above)
+                above = ""
         if "```" not in text:
             for part in text_parts(text.strip(), 135, 0.85):
                 yield part._replace(text="", html=f'<div class="output">{part.html}</div>')
