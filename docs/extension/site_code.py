@@ -73,8 +73,9 @@ def live_code(source, used):
         made = names_made(each)
         if TO_ANSWER.search(text):
             is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef)  # the signature
-            text = re.sub(r"^( *)[^# ].*# TODO.*$", r"\1...", text, flags=re.MULTILINE)
-            lines[span] = [None if "# TODO" in line else line for line in text.split("\n")]
+            text = re.sub(r"^( *)[^# ].*[^: ] *# TODO.*$", r"\1...", text, flags=re.MULTILINE)
+            text = re.sub(r"(?<=:) *# TODO.*", "", text)
+            lines[span] = [None if line.lstrip().startswith("# TODO") else line for line in text.split("\n")]
         elif isinstance(each, ast.Assert):
             is_shown = not is_last
         elif isinstance(each, ast.Import | ast.ImportFrom) or text.startswith(NOT_SHOWN):

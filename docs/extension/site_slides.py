@@ -2,9 +2,10 @@
 
     python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
 
-A heading begins a slide, and what does not fit on it goes on below, under the same heading. A question ends its slide.
-An exercise is its task and its minutes. A figure has a slide of its own, with a sentence at most. Imports, setup,
-checks, cells that only assert, and the code of figures are left out; a long source scrolls.
+A heading begins a slide, and what does not fit on it goes on below, under the same heading: tables with their head, code
+cut between its statements. A question ends its slide. An exercise is its task, its minutes and what is given. A figure
+fills a slide, with its key below it. Imports, setup, checks, the code of figures, and what only they use are left out,
+as are sentences for somebody at the notebook and questions that only a student's own code answers.
 Without npm the site has no slides, and the build says so.
 """
 
@@ -37,6 +38,7 @@ FEW = 3  # lines above a figure
 MUCH_CODE = 9  # lines that the code of two cells on a page takes at most
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
 QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
+GUESS = re.compile(r"(.*?(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", re.DOTALL)  # and what follows
 # Sentences for somebody at the notebook, and what stands for them
 ASIDE = re.compile(
     r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|`show\(|running kernel|pip install|`check` says"
@@ -180,6 +182,9 @@ def key_of(text, letters=KEY_LETTERS):
     if QUESTION.search(text) and len(text) < letters and "Your turn" not in text and "\n-" not in text:
         return text, ""
     block = text.partition("\n\n")[0]
+    is_told = not re.search(r"\?|Your turn|:$|^[-|\d]", block)
+    if is_told and len(block) <= letters and KEY.search(SENTENCE.split(block)[0]):
+        return block, text[len(block) :].strip()
     end = 0
     for each in [*SENTENCE.finditer(block), None]:
         sentence = block[end : each.start() if each else len(block)]
@@ -254,7 +259,7 @@ def paragraphs(source):
             continue
         if whole and goes_on(whole[-1].rpartition("\n\n")[2], text):
             whole[-1] += f"\n\n{text}"
-        elif guess := re.match(r"(.*?(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", text, re.DOTALL):
+        elif (guess := GUESS.match(text)) and "Your turn" not in text:
             whole += guess.groups()
         else:
             whole.append(text)
