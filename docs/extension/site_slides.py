@@ -2,10 +2,10 @@
 
     python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
 
-A heading begins a slide, and what does not fit on it goes on below, under the same heading: tables with their head, code
-cut between its statements. A question ends its slide. An exercise is its task, its minutes and what is given. A figure
-fills a slide, with its key below it. Imports, setup, checks, the code of figures, and what only they use are left out,
-as are sentences for somebody at the notebook and questions that only a student's own code answers.
+A heading begins a slide, and what does not fit on it goes on below, under the same heading: tables with their head,
+code cut between its statements. A question ends its slide. An exercise is its task, its minutes and what is given. A
+figure fills a slide, with its key below it. Imports, setup, checks, the code of figures, and what only they use are
+left out, as are sentences for somebody at the notebook and questions that only a student's own code answers.
 Without npm the site has no slides, and the build says so.
 """
 
@@ -56,6 +56,7 @@ KEY = re.compile(
 )
 KEY_LETTERS = 260
 YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
+MARKUP = re.compile(r"\]\([^)]*\)|\\[a-z]+|[${}*`\[]")  # letters of Markdown and of formulas that are not seen
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TURN = '<p class="turn">'
 MARKDOWN = (
@@ -299,7 +300,7 @@ def part_of(text, letters=100, high=1.05):
 def row_heights(text, letters, high):
     """Height of each row of the table in a text, the line below the head left out."""
     lines = [line for line in text.split("\n") if line.startswith("|") and "|---" not in line]
-    rows = [[len(cell.strip()) for cell in line.strip("| ").split("|")] for line in lines]
+    rows = [[len(MARKUP.sub("", cell.strip())) for cell in line.strip("| ").split("|")] for line in lines]
     longest = [max(column) for column in zip_longest(*rows, fillvalue=0)]
     share = min(1, (letters - 2 * len(longest)) / max(sum(longest), 1))
     wraps = [
