@@ -54,7 +54,7 @@ KEY = re.compile(
     r"|lines?|bars?|clouds?|points?|markers?|left|right|upper|lower|diagonal|box(es)?|steep|slope|number is)\b",
     re.IGNORECASE,
 )
-KEY_LETTERS = 260
+KEY_LETTERS = 320
 YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
 MARKUP = re.compile(r"\]\([^)]*\)|\\[a-z]+|[${}*`\[]")  # letters of Markdown and of formulas that are not seen
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -154,9 +154,11 @@ def has_room(page, part, room):
 def parts_of(notebook):
     """What is shown of the cells, with the key of each figure below it."""
     figure, letters = None, KEY_LETTERS
-    for part in cell_parts(notebook["cells"]):
+    parts = [*cell_parts(notebook["cells"])]
+    for part, following in zip_longest(parts, parts[1:]):
         if figure:
-            key, rest = key_of(part.text, letters) if not part.begins else ("", "")
+            announces = bool(following) and not following.text and not following.is_figure
+            key, rest = key_of(part.text, letters, announces) if not part.begins else ("", "")
             letters -= len(key)
             if key:
                 figure = figure._replace(html=figure.html.removesuffix("</div>") + MARKDOWN.render(key) + "</div>")
@@ -174,8 +176,8 @@ def parts_of(notebook):
         yield figure
 
 
-def key_of(text, letters=KEY_LETTERS):
-    """(what speaks of the figure before it, in so many letters, the rest), of a paragraph.
+def key_of(text, letters=KEY_LETTERS, announces=False):
+    """(what speaks of the figure before it, in so many letters, the rest), of a paragraph. announces: code follows it.
 
     >>> key_of("Blue is above. Why? The rest.")
     ('Blue is above.', 'Why? The rest.')
@@ -184,7 +186,7 @@ def key_of(text, letters=KEY_LETTERS):
         return text, ""
     block = text.partition("\n\n")[0]
     is_told = not re.search(r"\?|Your turn|:$|^[-|\d]", block)
-    if is_told and len(block) <= letters and KEY.search(SENTENCE.split(block)[0]):
+    if is_told and len(block) <= letters and (not announces or KEY.search(SENTENCE.split(block)[0])):
         return block, text[len(block) :].strip()
     end = 0
     for each in [*SENTENCE.finditer(block), None]:
