@@ -2,19 +2,20 @@
 
     python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
 
-A heading begins a slide, and what does not fit on it goes on below, under the same heading. A question ends its slide.
-An exercise is its task and its minutes. A figure has a slide of its own, with a sentence at most. Imports, setup,
-checks, cells that only assert, and the code of figures are left out; a long source scrolls.
+A heading begins a slide, and what does not fit on it goes on below, under the same heading: tables with their head,
+code cut between its statements. A question ends its slide. An exercise is its task, its minutes and what is given. A
+figure fills a slide, with its key below it. Imports, setup, checks, the code of figures, and what only they use are
+left out, as are sentences for somebody at the notebook and questions that only a student's own code answers.
 Without npm the site has no slides, and the build says so.
 """
 
-import ast
 import json
 import os
 import re
 import shutil
 import sys
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+from pygments.lexers import get_lexer_by_name
+from site_code import LINES, PLACEHOLDER, code_height, cut_code, cut_lines, has_output, live_codes, waits_for_student
 from site_playground import ROOT, download
 
 from bitnet_ref.crossval.exercises.teacher import exercises_in
@@ -31,16 +33,31 @@ from bitnet_ref.crossval.exercises.teacher import exercises_in
 REVEAL = "reveal.js@5.2.1"
 INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2qD+7ZPZEbpBDhdRhJaFgfQ7zNQ=="
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
-LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
-FEW = 4  # lines above a figure, which is made smaller
+FEW = 3  # lines above a figure
+MUCH_CODE = 9  # lines that the code of two cells on a page takes at most
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
 QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*\*")
-HELP = re.compile(r"\s?`check` says what is wrong with an answer[^.]*\.hint[^.]*\.")
-TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
-# Lines of output that say that an exercise is not answered, or how far a loop is
-PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
-LEFT_OUT = ("assert ", "show(", "%", "#", ")", "    ")  # a cell of such lines alone has no slide
+GUESS = re.compile(r"(.*?(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", re.DOTALL)  # and what follows
+# Sentences for somebody at the notebook, and what stands for them
+ASIDE = re.compile(
+    r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|`show\(|running kernel|pip install|`check` says"
+    r"|check\.(use|hint)|^Five letters|\bTry:|Change the prompt"
+)
+BESIDE = re.compile(r",? (at the top of the notebook|in the next cell)|(?<=On paper), before you run the cell")
+BEFORE = re.compile(r"Before you run the (next )?cell")
+SENTENCE = re.compile(r"(?<=[.?!)])(?:\*\*)?\s+(?=[A-Z(*`$])")
+BRACKETS = re.compile(r"\s?\((?:[^()]|\([^()]*\))*\)")
+# A sentence that is the key of the figure before it
+KEY = re.compile(
+    r"\b(pictures?|figures?|panels?|colou?rs?|blue|red|orange|green|gr[ea]y|black|dashed|dotted|cross(es)?|dots?|curves?"
+    r"|lines?|bars?|clouds?|points?|markers?|left|right|upper|lower|diagonal|box(es)?|steep|slope|number is)\b",
+    re.IGNORECASE,
+)
+KEY_LETTERS = 320
+YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
+MARKUP = re.compile(r"\]\([^)]*\)|\\[a-z]+|[${}*`\[]")  # letters of Markdown and of formulas that are not seen
+WIDGET = "application/vnd.jupyter.widget-view+json"
 TURN = '<p class="turn">'
 MARKDOWN = (
     MarkdownIt("commonmark")
@@ -64,6 +81,7 @@ const isNarrow = innerWidth < 700; // a phone: the slide is as high as its scree
 Reveal.initialize({{
   width: isNarrow ? 600 : 1280, height: isNarrow ? Math.round((600 * innerHeight) / innerWidth) : 720, margin: 0.04,
   hash: true, center: false, transition: "none", slideNumber: "c/t", scrollActivationWidth: 0,
+  navigationMode: "linear",
 }});</script>
 </body></html>
 """
@@ -83,6 +101,8 @@ class Part(NamedTuple):
     height: float  # in lines
     html: str
     text: str = ""
+    breaks: bool = False  # begins a page: the rest of a long part, or an output whose code is not shown
+    is_given: bool = False  # belongs to the task before it
 
     @property
     def is_figure(self):
@@ -90,27 +110,29 @@ class Part(NamedTuple):
 
     @property
     def asks(self):
-        return bool(QUESTION.search(self.text)) or self.html.startswith(TURN)
+        return self.is_given or bool(QUESTION.search(re.sub("^#.*", "", self.text, flags=re.MULTILINE)))
 
 
 def slides_of(notebook):
     """Slides, each a list of pages that follow downwards; a page is a list of parts.
 
-    A question ends its page; only the minutes of an exercise follow it. Code that has no room takes the text before it
-    to its page, where that is not all of the page before.
+    A question ends its page; only the minutes of an exercise and what is given for it follow. Code that has no room
+    takes the text before it to its page, where that is not all of the page before, or ends in a colon.
     """
     slides, room, is_asked = [], 0, False
     for part in parts_of(notebook):
         if part.begins:
             slides.append([[]])
             room, is_asked = LINES, False
-        elif (is_asked and not part.html.startswith(TURN)) or not has_room(slides[-1][-1], part, room):
+        elif (is_asked and not part.is_given) or part.breaks or not has_room(slides[-1][-1], part, room):
             before, page = slides[-1][-1], []
-            is_free = len(before) > 1 and before[-1].text and not is_asked and not part.text and not part.is_figure
-            if is_free and before[-1].height + part.height < LINES:
-                page = [before.pop()]
+            start = max((i for i, each in enumerate(before) if each.text), default=0)
+            height = sum(each.height for each in before[start:])
+            is_free = part.is_given or (start == len(before) - 1 and not is_asked and not part.text and not part.breaks)
+            if start and is_free and height + part.height < LINES and not (part.is_figure and height > FEW):
+                before[start:], page = [], before[start:]
             slides[-1].append(page)
-            room, is_asked = LINES - 1 - sum(each.height for each in page), False
+            room, is_asked = LINES - 1 - sum(each.height for each in page), any(each.asks for each in page)
         slides[-1][-1].append(part)
         room -= part.height
         is_asked = is_asked or part.asks
@@ -118,75 +140,147 @@ def slides_of(notebook):
 
 
 def has_room(page, part, room):
-    """Whether a part goes on a page: what fits, a figure below a sentence, and a line of output."""
+    """Whether a part goes on a page: what fits, a figure below a sentence, a line of output, what a colon announces."""
     if part.height <= room:
-        return True
+        codes = [each.height for each in (*page, part) if 'class="highlight"' in each.html]
+        return len(codes) < 2 or sum(codes) <= MUCH_CODE
     if any(each.is_figure for each in page):
         return False
-    return room >= LINES - FEW if part.is_figure else not part.text and part.height < 2
+    is_announced = len(page) == 1 and page[0].text.endswith(":") and part.height < room + 2
+    is_line = not part.text and part.height < 2
+    return room >= LINES - FEW if part.is_figure else is_line or is_announced
 
 
 def parts_of(notebook):
-    """What is shown of the cells: a `Part` for each paragraph, cell of code and output."""
-    for cell in notebook["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown":
-            for text in paragraphs(source):
-                begins = text.startswith("#")
-                extra = text.count("\n- ") + text.count("$$") + 0.8 * text.count("\n|")  # lines that are not full
-                height = 1 + len(text) / LETTERS + extra + begins
-                yield Part(begins, height, MARKDOWN.render(text), text)
-            continue
-        if exercises := exercises_in(cell):
-            yield Part(False, 1, f"{TURN}Your turn: about {sum(each.minutes for each in exercises)} minutes</p>")
-        code = shown_code(source)
-        lines = [line for line in code.splitlines() if line.strip() and not line.startswith(LEFT_OUT)]
-        if lines and not cell["metadata"].get("jupyter", {}).get("source_hidden"):
-            height = 1 + 0.65 * (code.count("\n") + 1)
-            yield Part(False, height, highlight(code, PythonLexer(), HtmlFormatter(nowrap=False)))
-        for output in cell["outputs"] if code else ():
-            yield from shown_output(output)
+    """What is shown of the cells, with the key of each figure below it."""
+    figure, letters = None, KEY_LETTERS
+    parts = [*cell_parts(notebook["cells"])]
+    for part, following in zip_longest(parts, parts[1:]):
+        if figure:
+            announces = bool(following) and not following.text and not following.is_figure
+            key, rest = key_of(part.text, letters, announces) if not part.begins else ("", "")
+            letters -= len(key)
+            if key:
+                figure = figure._replace(html=figure.html.removesuffix("</div>") + MARKDOWN.render(key) + "</div>")
+            if key and not rest and not QUESTION.search(key):
+                continue
+            yield figure
+            if key and not rest:
+                figure = None
+                continue
+            part = part_of(rest) if key else part
+        figure, letters = part if part.is_figure else None, KEY_LETTERS
+        if not figure:
+            yield part
+    if figure:
+        yield figure
 
 
-def shown_code(source):
-    """The code of a cell without imports and checks, where Python can read it; empty for the cell of the setup.
+def key_of(text, letters=KEY_LETTERS, announces=False):
+    """(what speaks of the figure before it, in so many letters, the rest), of a paragraph. announces: code follows it.
 
-    >>> shown_code("import os\\n\\nx = 1")
-    'x = 1'
-    >>> shown_code("answer = None  # TODO\\ncheck('1.1', answer)")
-    ''
+    >>> key_of("Blue is above. Why? The rest.")
+    ('Blue is above.', 'Why? The rest.')
     """
-    lines = source.splitlines()
-    try:
-        statements = ast.parse(source).body
-    except SyntaxError:  # a line for IPython
-        return source
-    for each in statements:
-        span = slice(each.lineno - 1, each.end_lineno)
-        text = "\n".join(line or "" for line in lines[span])
-        if text == "show = setup()":
-            return ""
-        if isinstance(each, ast.Import | ast.ImportFrom) or TO_ANSWER.search(text):
-            lines[span] = [None] * (each.end_lineno - each.lineno + 1)
-    code = "\n".join(line for line in lines if line is not None)
-    return re.sub(r"\n\n\n+", "\n\n", code).strip("\n")
+    if QUESTION.search(text) and len(text) < letters and "Your turn" not in text and "\n-" not in text:
+        return text, ""
+    block = text.partition("\n\n")[0]
+    is_told = not re.search(r"\?|Your turn|:$|^[-|\d]", block)
+    if is_told and len(block) <= letters and (not announces or KEY.search(SENTENCE.split(block)[0])):
+        return block, text[len(block) :].strip()
+    end = 0
+    for each in [*SENTENCE.finditer(block), None]:
+        sentence = block[end : each.start() if each else len(block)]
+        if not KEY.search(sentence) or "?" in sentence or "Your turn" in sentence or sentence.endswith(":"):
+            break
+        if (each.end() if each else len(block)) > letters or re.match(r"[-|\d]", sentence):
+            break
+        end = each.end() if each else len(block)
+    return text[:end].strip(), text[end:].strip()
+
+
+def cell_parts(cells):
+    """A `Part` for each paragraph, piece of code, and output."""
+    codes = live_codes(cells)
+    for number, (cell, code) in enumerate(zip(cells, codes, strict=True)):
+        source = "".join(cell["source"])
+        is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+        exercises = exercises_in(cell)
+        is_quiz = any(each.name.endswith(".quiz") for each in exercises)
+        if cell["cell_type"] == "markdown":
+            texts = paragraphs(source)
+            for place, beside in ((0, cells[number - 1 : number]), (-1, cells[number + 1 : number + 2])):
+                if beside and waits_for_student(beside[0]) and texts:
+                    texts[place] = without_sentences(texts[place], YOURS)
+            minutes = minutes_of(exercises_in(cells[number + 1])) if source.startswith("## Quiz") else ""
+            for text in filter(None, texts):
+                yield from text_parts(text)
+                if minutes and QUESTION.search(text):
+                    yield Part(False, 1, minutes, is_given=True)
+                    minutes = ""
+            continue
+        if exercises and not is_quiz:
+            yield Part(False, 1, minutes_of(exercises), is_given=True)
+        outputs = [part for output in cell["outputs"] for part in shown_output(output)] if has_output(cell) else []
+        outputs.sort(key=lambda part: part.is_figure)  # nothing between a figure and its key
+        if code and not is_hidden:
+            while outputs and 'class="highlight"' in outputs[0].html:  # a source that the code uses
+                yield outputs.pop(0)
+            is_given = bool(exercises or re.fullmatch(r"\w+ = \{(\s+.*: None,)+\s*\}", code))
+            is_widget = any(WIDGET in each.get("data", ()) for each in cell["outputs"])
+            for place, piece in enumerate(() if is_widget else cut_code(code)):
+                html = highlighted(piece)
+                if is_given:
+                    html = html.replace("<pre>", '<pre class="given">')
+                yield Part(False, code_height(piece), html, breaks=place > 0, is_given=is_given and not place)
+        if outputs and is_hidden and not outputs[0].is_figure:
+            is_announced = "".join(cells[number - 1]["source"]).rstrip().endswith(":")
+            outputs[0] = outputs[0]._replace(breaks=not is_announced)
+        yield from outputs
+
+
+def minutes_of(exercises):
+    return f"{TURN}About {sum(each.minutes for each in exercises)} minutes</p>"
+
+
+def highlighted(code, language="python"):
+    return highlight(code, get_lexer_by_name(language or "text"), HtmlFormatter())
 
 
 def paragraphs(source):
-    """A cell's text cut at empty lines, but not within a sentence, and without the badges and the help to `check`.
+    """A cell's text cut at empty lines and after a guess, but not within a sentence; without what only a reader at the
+    notebook needs.
 
     >>> list(paragraphs("So:\\n\\n$$x$$\\n\\nis\\n\\nMore."))
     ['So:\\n\\n$$x$$\\n\\nis', 'More.']
+    >>> list(paragraphs("Before the picture, a guess: how many? Ten, say the next two cells. *More* than five."))
+    ['Before the picture, a guess: how many?', '*More* than five.']
     """
     whole = []
-    for text in re.split(r"\n\n+", HELP.sub("", source)):
-        if not text.strip() or text.startswith("[!["):
+    for text in re.split(r"\n\n+", BEFORE.sub("First", BESIDE.sub(lambda m: "" if m[1] else " first", source))):
+        if not text.strip() or text.startswith("[![") or not (text := without_sentences(text, ASIDE)):
             continue
         if whole and goes_on(whole[-1].rpartition("\n\n")[2], text):
             whole[-1] += f"\n\n{text}"
+        elif (guess := GUESS.match(text)) and "Your turn" not in text:
+            whole += guess.groups()
         else:
             whole.append(text)
     return whole
+
+
+def without_sentences(text, pattern):
+    """A paragraph without the sentences, and the brackets, that match."""
+    if text.startswith(("#", "|", "-")) or not pattern.search(text):
+        return text
+    text = BRACKETS.sub(lambda found: "" if pattern.search(found[0]) else found[0], text)
+    spaces = [*SENTENCE.finditer(text), None]
+    start, kept = 0, ""
+    for space in spaces:
+        sentence = text[start : space.end() if space else len(text)]
+        kept += "" if pattern.search(sentence) else sentence
+        start = space.end() if space else 0
+    return "" if re.fullmatch(r"\*\*[^*]*\*\*\s*", kept) else kept.strip()
 
 
 def goes_on(before, text):
@@ -196,20 +290,71 @@ def goes_on(before, text):
     return bool(is_heading or is_listed or text.startswith("$$") or text[0].islower())
 
 
+def part_of(text, letters=100, high=1.05):
+    """The `Part` of a paragraph. letters, high: of a line of its table, and its height."""
+    begins = text.startswith("#")
+    words = re.sub(r"^\|.*\n?", "", text, flags=re.MULTILINE)
+    extra = words.count("\n- ") + words.count("$$")  # lines that are not full
+    height = 1 + len(words) / LETTERS + extra + begins + sum(row_heights(text, letters, high))
+    return Part(begins, height, MARKDOWN.render(text), text)
+
+
+def row_heights(text, letters, high):
+    """Height of each row of the table in a text, the line below the head left out."""
+    lines = [line for line in text.split("\n") if line.startswith("|") and "|---" not in line]
+    rows = [[len(MARKUP.sub("", cell.strip())) for cell in line.strip("| ").split("|")] for line in lines]
+    longest = [max(column) for column in zip_longest(*rows, fillvalue=0)]
+    share = min(1, (letters - 2 * len(longest)) / max(sum(longest), 1))
+    wraps = [
+        max(-(-cell // max(int(most * share), 1)) for cell, most in zip(row, longest, strict=False)) for row in rows
+    ]
+    return [high * (0.25 + 0.75 * number) for number in wraps]
+
+
+def text_parts(text, *of_table):
+    """A `Part` for a text, or several where its table has no room on a page: each has the head of the table."""
+    lines = text.split("\n")
+    table = [i for i, line in enumerate(lines) if line.startswith("|")]
+    if not table or part_of(text, *of_table).height <= LINES - 0.5:
+        yield part_of(text, *of_table)
+        return
+    head, body = lines[table[0] : table[0] + 2], lines[table[2] : table[-1] + 1]
+    before, after = lines[: table[0]], lines[table[-1] + 1 :]
+    rows, is_first = [], True
+    for row in [*body, None]:
+        longer = part_of("\n".join([*before, *head, *rows, row or ""]), *of_table)
+        if row is None or (rows and longer.height > LINES - 0.5 - (not is_first)):
+            yield part_of("\n".join([*before, *head, *rows]), *of_table)._replace(breaks=not is_first)
+            before, rows, is_first = [], [], False
+        rows.append(row)
+    if rest := "\n".join(after).strip():
+        yield part_of(rest)
+
+
 def shown_output(output):
-    """The `Part` of a picture, a table or a text."""
+    """The parts of a picture, a table or a text."""
     data = output.get("data", {})
     if "image/png" in data:
         alt = output["metadata"].get("image/png", {}).get("alt", "")
         picture = f"data:image/png;base64,{data['image/png'].strip()}"
         yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
     elif "text/html" in data:
-        yield Part(False, LINES, f'<div class="output">{"".join(data["text/html"])}</div>')
+        html = "".join(data["text/html"])
+        yield Part(False, 2 + 0.85 * html.count("<tr") + 6 * ("<img" in html), f'<div class="output">{html}</div>')
     elif "text/markdown" in data:
-        text = "".join(data["text/markdown"]).replace("| None |", "| |")  # a guess that is not made
-        yield Part(False, 1 + 0.65 * text.count("\n"), f'<div class="output">{MARKDOWN.render(text)}</div>')
+        text = re.sub("</?div[^>]*>", "", "".join(data["text/markdown"])).replace("| None |", "| |")
+        for label, language, code in re.findall(r"(`[^`\n]*`)\n```(\w*)\n(.*?)\n```", text, flags=re.DOTALL):
+            above = MARKDOWN.render(label)
+            for piece in cut_lines(code):
+                height = code_height(piece) + 1.2 * bool(above)
+                yield Part(False, height, above + highlighted(piece, language), breaks=not above)
+                above = ""
+        if "```" not in text:
+            for part in text_parts(text.strip(), 135, 0.85):
+                yield part._replace(text="", html=f'<div class="output">{part.html}</div>')
     elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
-        yield Part(False, 1 + 0.65 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>')
+        for number, piece in enumerate(cut_lines(text)):
+            yield Part(False, code_height(piece), f'<pre class="output">{escape(piece)}</pre>', breaks=number > 0)
 
 
 def page_of(notebook):
@@ -217,11 +362,10 @@ def page_of(notebook):
     title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
     slides = []
     for pages in slides_of(notebook):
-        heading = re.search(r"<h\d>(.*)</h\d>", pages[0][0].html)[1]
+        heading = re.findall(r"<h\d>(.*)</h\d>", pages[0][0].html)[-1]
         inner = ""
         for number, page in enumerate(pages):
-            goes_on_below = number > 0 and not page[0].is_figure
-            above = f'<h2 class="again">{heading}</h2>' if goes_on_below else ""
+            above = f'<h2 class="again">{heading}</h2>' if number else ""
             inner += f"<section>{above}{''.join(part.html for part in page)}</section>\n"
         slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
