@@ -548,6 +548,24 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
 
 @pytest.mark.thorough
 @needs_chromium
+@pytest.mark.parametrize(("width", "height"), [(390, 664), (360, 740), (844, 390), (1200, 900)])
+def test_each_step_of_the_tour_is_on_the_screen_and_next_stays_in_its_place(page, width, height):
+    page.look(width, height)
+    page.run("$('layer').querySelector('[data-step=\"1\"] rect').dispatchEvent(new Event('click', {bubbles: true}))")
+    page.run("scrollBy(0, $('tour-next').getBoundingClientRect().bottom - innerHeight)")  # at the lower edge
+    places = set()
+    for step in range(2, 9):
+        page.run("$('tour-next').click()")
+        box = "(part) => [part.getBoundingClientRect().top, part.getBoundingClientRect().bottom]"
+        boxes = page.run(f"[...$('layer').querySelectorAll('.lit'), $('tour-text'), $('tour-next')].map({box})")
+        assert all(top >= 0 and bottom <= height for top, bottom in boxes), (step, boxes)
+        places.add(boxes[-1][0])
+    assert len(places) == 1
+    page.look(1200)
+
+
+@pytest.mark.thorough
+@needs_chromium
 def test_the_game_counts_what_the_reader_finds(page):
     found, counted = 0, 0
     for number in range(1, 6):

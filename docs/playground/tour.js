@@ -106,8 +106,16 @@ function show(next) {
   draw(it);
 }
 
-$("tour-next").onclick = () => show(step + 1);
-$("tour-back").onclick = () => show(step - 1);
-for (const part of $("layer").querySelectorAll("[data-step]")) part.onclick = () => show(Number(part.dataset.step));
+// A step that the reader chose: the drawing and the text move onto the screen, if it has room for both.
+function go(next) {
+  show(next);
+  const boxes = [$("layer"), $("tour-text")].map((part) => part.getBoundingClientRect());
+  const top = Math.min(...boxes.map((box) => box.top)), bottom = Math.max(...boxes.map((box) => box.bottom));
+  if ((top < 0 || bottom > innerHeight) && bottom - top < innerHeight) scrollBy(0, top - 8);
+}
+
+$("tour-next").onclick = () => go(step + 1);
+$("tour-back").onclick = () => go(step - 1);
+for (const part of $("layer").querySelectorAll("[data-step]")) part.onclick = () => go(Number(part.dataset.step));
 document.addEventListener("token", () => show(step)); // another one was chosen
 show(1);
