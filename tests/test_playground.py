@@ -365,7 +365,7 @@ def test_a_draw_is_of_the_distribution_and_the_same_for_one_that_is_nearly_the_s
 
 @pytest.mark.thorough
 @needs_chromium
-def test_a_mistake_that_is_too_small_to_see_is_said_to_be(page):
+def test_the_page_says_why_two_texts_are_the_same_or_differ_by_a_choice(page):
     def break_it(name):
         page.click("#bugs button", list(BUGS).index(name))
         page.until("playground.broken !== null && !playground.busy", 60)
@@ -382,6 +382,9 @@ def test_a_mistake_that_is_too_small_to_see_is_said_to_be(page):
     page.click("#mend")
     assert page.run("$('next').querySelectorAll('button').length") == 10
     assert break_it("rope_missing")[2] == ""
+    right, broken, facts = break_it("no_causal_mask")
+    assert right == broken
+    assert "The chart reads the whole text as a prompt" in facts
     write(page, **sampled, seed=42)
     right, broken, facts = break_it("truncated")
     assert right != broken
