@@ -567,33 +567,63 @@ def test_each_step_of_the_tour_is_on_the_screen_and_next_stays_in_its_place(page
     page.look(1200)
 
 
+INVISIBLE = {"truncated", "activation_scale_per_tensor", "bf16_accumulators"}
+
+
 @pytest.mark.thorough
 @needs_chromium
 def test_the_game_counts_what_the_reader_finds(page):
-    found, counted = 0, 0
+    found, counted, drawn = 0, 0, []
     for number in range(1, 6):
         page.click("#game-next")
         page.until("!playground.busy && !$('choose-a').hidden && !$('choose-a').disabled", 60)
         game = page.run("playground.game")
         assert game["round"] == number
+        drawn.append(game["bug"]["name"])
         texts = page.text("#game-a"), page.text("#game-b")
-        assert (texts[0] == texts[1]) == game["isSame"]
+        assert texts[0] != texts[1]
         other = "b" if game["broken"] == "a" else "a"
-        right = number != 2
-        page.click(f"#choose-{game['broken'] if right else other}")
-        counts = not game["isSame"] and game["nats"] >= 0.01
+        choice = {2: other, 3: "none"}.get(number, game["broken"])
+        page.click(f"#choose-{choice}")
+        counts = game["nats"] >= 0.01
         counted += counts
-        found += right and counts
+        found += choice == game["broken"] and counts
         answer = page.text("#game-answer")
+        assert answer.startswith("Yes.") == (choice == game["broken"] or (choice == "none" and not counts))
         names = [page.text(f"#name-{side}") for side in (game["broken"], other)]
         assert names == [f"{game['broken'].upper()}: broken", f"{other.upper()}: right"]
-        assert ("Nobody can see this one" in answer) != counts
+        assert ("the round does not count" in answer) != counts
         assert all(text.endswith(" ...") for text in texts)
         assert f"{found} of {counted} found" in answer
         assert game["bug"]["title"] in answer
-        assert page.run("playground.game.nats") > 0
+    assert len(set(drawn)) == 5
+    assert drawn[0] not in INVISIBLE
+    assert len(INVISIBLE & set(drawn)) <= 1
     assert "The game is over" in answer
     assert page.text("#game-next") == "Play again"
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_a_round_that_cannot_be_won_does_not_count_and_equal_texts_are_no_round(page):
+    page.run("window.random = Math.random, window.all = playground.facts.bugs, window.calls = 0")
+    page.run("playground.facts.bugs = all.filter((bug) => bug.name === 'rope_missing'), playground.game.round = 5")
+    page.click("#game-next")
+    page.until("!playground.busy && !$('choose-a').hidden", 60)
+    page.click("#choose-a")
+    # with these first three draws the texts are equal
+    page.run("playground.facts.bugs = all.filter((bug) => ['truncated', 'bf16_accumulators'].includes(bug.name))")
+    page.run("Math.random = () => [0.99, 0, 0][calls++] ?? random()")
+    page.click("#game-next")
+    page.until("!playground.busy && !$('choose-none').hidden", 100)
+    assert page.run("calls") >= 3 + 3 + 1
+    assert page.text("#game-a") != page.text("#game-b")
+    score = page.run("[playground.game.score, playground.game.counted]")
+    page.click("#choose-none")
+    assert page.text("#game-answer").startswith("Yes. The mistake: ")
+    assert "cannot be seen by reading, so the round does not count" in page.text("#game-answer")
+    assert page.run("[playground.game.score, playground.game.counted]") == score
+    page.run("playground.facts.bugs = all, Math.random = random, playground.game.round = 5")
 
 
 # -- the reader's own model --------------------------------------------------------------------------------------------
