@@ -36,6 +36,7 @@ sys.path.append(str(DOCS / "extension"))
 site_playground = importlib.import_module("site_playground")
 BUGS = importlib.import_module("playground_bugs").BUGS
 EXPECTED = json.loads((DATA / "storyteller" / "expected.json").read_text())["cases"]
+INVISIBLE = {"truncated", "activation_scale_per_tensor", "bf16_accumulators"}  # by reading
 PROMPT, TOKENS = "Once upon a time", 33
 MAX_BYTES = 20_000_000
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -190,19 +191,23 @@ def test_each_button_makes_the_mistake_that_crossval_names(name, graphs):
     assert np.abs(wrong - m.logits(ids)).max() > 0.1
 
 
+def read_the_guides_table():
+    """[(mistake, nats per token, tokens until the text differs or "the same")]"""
+    rows = r"^\| (.+?) \| ([\d.]+) \| (\d+|the same) \|$"
+    return re.findall(rows, (DOCS / "playground.md").read_text(), re.MULTILINE)
+
+
 @pytest.mark.thorough
 def test_the_divergences_that_the_guide_tells(graphs):
-    rows = re.findall(
-        r"^\| (.+?) \| ([\d.]+) \| (\d+|the same) \|$", (DOCS / "playground.md").read_text(), re.MULTILINE
-    )
-    told = {title: float(nats) for title, nats, _ in rows}
+    told = {title: float(nats) for title, nats, _ in read_the_guides_table()}
     ids = model("storyteller").tokenizer.encode(PROMPT)
     ids += model("storyteller").generate(PROMPT, max_tokens=32).token_ids
     right = log_softmax(run_graph(graphs, "right", ids))
     computed = {}
     for name, bug in BUGS.items():
         wrong = log_softmax(run_graph(graphs, name, ids))
-        computed[bug.__doc__.partition("\n")[0]] = (np.exp(right) * (right - wrong)).sum(-1).mean()
+        computed[bug.__doc__.partition("\n")[0]] = nats = (np.exp(right) * (right - wrong)).sum(-1).mean()
+        assert (nats < 0.01) == (name in INVISIBLE)
     assert set(told) == set(computed)
     for title, nats in told.items():
         assert computed[title] == pytest.approx(nats, rel=0.2), title
@@ -429,6 +434,22 @@ def test_a_broken_model_beside_the_right_one(page, graphs):
 
 @pytest.mark.thorough
 @needs_chromium
+def test_the_page_writes_the_texts_that_the_guide_tells(page):
+    write(page, max_tokens=32)
+    told, seen = {title: tokens for title, _, tokens in read_the_guides_table()}, {}
+    for i, bug in enumerate(BUGS.values()):
+        page.click("#bugs button", i)
+        page.until("playground.broken !== null && !playground.busy", 60)
+        right, wrong = page.run("[playground.reading.ids.slice(playground.given), playground.broken.ids]")
+        pairs = zip(right, [*wrong, *[None] * 32], strict=False)
+        first = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), "the same")
+        seen[bug.__doc__.partition("\n")[0]] = str(first)
+    assert seen == told
+    page.click("#mend")
+
+
+@pytest.mark.thorough
+@needs_chromium
 def test_keys_and_names_on_a_phone_and_a_desk(page):
     write(page, max_tokens=8)
     page.click("#bugs button")
@@ -565,9 +586,6 @@ def test_each_step_of_the_tour_is_on_the_screen_and_next_stays_in_its_place(page
         places.add(boxes[-1][0])
     assert len(places) == 1
     page.look(1200)
-
-
-INVISIBLE = {"truncated", "activation_scale_per_tensor", "bf16_accumulators"}
 
 
 @pytest.mark.thorough
