@@ -54,13 +54,22 @@ def site(tmp_path_factory):
     return folder, site_playground.write_playground(folder)
 
 
-@pytest.fixture(scope="module")
-def address(site):
-    handler = functools.partial(Handler, directory=str(site[0].parent))
+@contextlib.contextmanager
+def serve(folder):
+    """The address of a server of this folder."""
+    handler = functools.partial(Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}/playground/"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    with serve(site[0].parent) as address:
+        yield f"{address}playground/"
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +148,11 @@ def test_without_npm_the_site_has_the_page_and_it_says_so(tmp_path, monkeypatch,
     assert site_playground.write_playground(tmp_path / "playground") == "npm is not installed"
     if CHROMIUM is not None:
         browser = request.getfixturevalue("browser")
-        handler = functools.partial(Handler, directory=str(tmp_path))
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever).start()
-            with open_page(browser, f"http://127.0.0.1:{server.server_port}/playground/") as page:
-                page.until("$('banner').className === 'problem'")
-                assert "without onnxruntime-web (npm is not installed)" in page.text("#banner")
-                assert "are −1" in page.text("#weights-facts")
-                assert page.text("#tokens").split() == ["<s>", *PROMPT.split()]
-            server.shutdown()
+        with serve(tmp_path) as address, open_page(browser, f"{address}playground/") as page:
+            page.until("$('banner').className === 'problem'")
+            assert "without onnxruntime-web (npm is not installed)" in page.text("#banner")
+            assert "are −1" in page.text("#weights-facts")
+            assert page.text("#tokens").split() == ["<s>", *PROMPT.split()]
     monkeypatch.setenv("BITNET_REF_PLAYGROUND", "required")
     with pytest.raises(OSError, match="npm is not installed"):
         site_playground.write_playground(tmp_path / "playground")
@@ -832,6 +837,18 @@ def test_own_models_sample_by_the_settings(browser, address, own_models):
             texts.append(page.until("playground.own", 60)["ids"])
         assert texts[0] == texts[1] != texts[2]
         assert texts[3] == list(model("storyteller").generate(PROMPT, max_tokens=12).token_ids)
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_own_models_need_no_server_once_the_page_is_loaded(browser, site, page):
+    with serve(site[0]) as address:
+        own = browser.page(f"{address}index.html")
+        until_idle(own)
+    for name in ("tq1_0", "tq2_0"):  # the server is gone
+        assert "equals plain JavaScript’s" in drop(own, [GGUF / f"{name}.gguf"])
+    own.click("#own-write")
+    assert own.until("playground.own", 60)["ids"]
 
 
 def byte_level_bpe(pattern, ignore_merges):

@@ -18,7 +18,7 @@ function describe({ name, message }) {
 const pause = () => new Promise((resolve) => setTimeout(resolve));
 
 async function open(files) {
-  model = null;
+  model = tokenizer = null; // before the next one needs memory
   const tell = (step) => postMessage({ step });
   tell("Reading the file.");
   const matrices = new TernaryMatrices(), opened = await openModel(files, matrices, tell);
