@@ -135,6 +135,7 @@ def test_what_the_page_consists_of(site):
         assert max(map(len, text.splitlines())) < 420, path.name
         assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}, path.name
         assert "innerHTML" not in text
+    assert files["index.html"].read_text().count('<a href="../playground.html') == 2
     facts = json.loads(files["facts.json"].read_text())
     assert (facts["missing"], facts["runtime"]) == ((missing, None) if missing else ("", site_playground.RUNTIME))
     assert all(bug["title"] and bug["text"].endswith(".") for bug in facts["bugs"])
@@ -145,7 +146,8 @@ def test_without_npm_the_site_has_the_page_and_it_says_so(tmp_path, monkeypatch,
     monkeypatch.setattr(site_playground, "RUNTIME", "onnxruntime-web@0.0.0")
     monkeypatch.setattr(site_playground.shutil, "which", lambda name: None)
     monkeypatch.setattr(site_playground, "BUGS", {})
-    assert site_playground.write_playground(tmp_path / "playground") == "npm is not installed"
+    assert site_playground.write_playground(tmp_path / "playground", has_guide=False) == "npm is not installed"
+    assert "playground.html" not in (tmp_path / "playground" / "index.html").read_text()
     if CHROMIUM is not None:
         browser = request.getfixturevalue("browser")
         with serve(tmp_path) as address, open_page(browser, f"{address}playground/") as page:
