@@ -160,6 +160,14 @@ def test_without_npm_the_site_has_the_page_and_it_says_so(tmp_path, monkeypatch,
         site_playground.write_playground(tmp_path / "playground")
 
 
+@pytest.mark.thorough
+@needs_chromium
+def test_opened_as_a_file_the_page_says_that_it_needs_a_server(browser, site):
+    page = browser.page(f"{site[0].as_uri()}/index.html")
+    assert "python -m http.server" in page.text("#banner")
+    assert page.run("$('banner').className") == "problem"
+
+
 @functools.cache
 def open_graph(folder, name):
     for file in (folder / f"{name}.onnx", folder / "storyteller.onnx.data"):
