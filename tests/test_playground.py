@@ -486,6 +486,10 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
             f"new Set($('{plot}').getContext('2d').getImageData(0, 0, $('{plot}').width, $('{plot}').height).data).size"
         )
         assert page.run(drawn) > 5, plot
+    page.run("$('attention').focus()")
+    for key in ("Escape", *["ArrowUp"] * 2, *["ArrowRight"] * 4):
+        page.press(key)
+    assert re.search(r"\(token 0\) cannot read .*: it comes later\.$", page.text("#attention-detail"))
     for look in (
         {"width": 1200},
         {"width": 1200, "dark": True},
@@ -569,6 +573,7 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
         3: f" {zeros} of its 256 numbers became 0",
         4: f"adds {(weights > 0).sum()} of the 256 numbers, subtracts {(weights < 0).sum()}",
         5: f"by 4 radians, the last by {4 * 10000 ** (-62 / 64):.2g}",
+        2: "multiplied by a learned weight",
         6: f"most: {pattern.max():.2f}",
         8: m.tokenizer.decode(m.generate(ids, max_tokens=1).token_ids).strip(),
     }
@@ -583,6 +588,9 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
         assert page.run("$('tour-shares').children.length") == (len(ids) if step == 6 else 0)
         assert page.run("[$('tour-back').disabled, $('tour-next').disabled]") == [step == 1, step == 8]
         page.run("$('tour-next').click()")
+    page.run("document.querySelectorAll('.token')[2].click()")
+    page.run("document.querySelector('#layer [data-step=\"6\"] rect').dispatchEvent(new Event('click', {bubbles: true}))")
+    assert page.run("$('tour-shares').children.length") == 3, "a token of the beginning reads those up to itself"
 
 
 @pytest.mark.thorough

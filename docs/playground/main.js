@@ -374,7 +374,8 @@ function drawAttention() {
   const column = clamp(cell.column ?? pattern.indexOf(Math.max(...pattern)), pattern.length - 1);
   context.strokeRect(left + column * size, row * size, size, size);
   canvas.setAttribute("aria-label", `Attention of head ${head} over ${count(tokens, "token")}. Arrow keys read the weights.`);
-  $("attention-detail").textContent = `${name(reading.ids[row])} (token ${row}) reads ${name(reading.ids[column])} (token ${column}) with weight ${pattern[column].toFixed(3)}.`;
+  const [reader, read] = [row, column].map((i) => `${name(reading.ids[i])} (token ${i})`), isLater = column > row && !pattern[column];
+  $("attention-detail").textContent = isLater ? `${reader} cannot read ${read}: it comes later.` : `${reader} reads ${read} with weight ${pattern[column].toFixed(3)}.`;
 }
 
 // -- int8 activations -------------------------------------------------------------------------------------------------
