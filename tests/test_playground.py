@@ -589,7 +589,9 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
         assert page.run("[$('tour-back').disabled, $('tour-next').disabled]") == [step == 1, step == 8]
         page.run("$('tour-next').click()")
     page.run("document.querySelectorAll('.token')[2].click()")
-    page.run("document.querySelector('#layer [data-step=\"6\"] rect').dispatchEvent(new Event('click', {bubbles: true}))")
+    page.run(
+        "document.querySelector('#layer [data-step=\"6\"] rect').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
     assert page.run("$('tour-shares').children.length") == 3, "a token of the beginning reads those up to itself"
 
 
@@ -766,9 +768,10 @@ def test_own_models_give_the_packages_tokens(browser, address, own_models):
 def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_path):
     data = (GGUF / "tq2_0.gguf").read_bytes()
     files = {"cut.gguf": data[:5000], "short.gguf": data[:-100], "text.gguf": b"no model", "empty.safetensors": b""}
-    files |= {"README.md": b"# model", "cut.safetensors": b"12345678"}
+    files |= {"README.md": b"# model", "text.safetensors": b"hello world"}
     files["code3.gguf"] = data[:-66] + b"\xff" * 66
-    files["short.safetensors"] = (GOLDEN / "llama-dense" / "model.safetensors").read_bytes()[:-100]
+    dense = (GOLDEN / "llama-dense" / "model.safetensors").read_bytes()
+    files |= {"short.safetensors": dense[:-100], "cut.safetensors": dense[:50]}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     golden = DATA / "families" / "qwen3-groups128"
@@ -779,7 +782,8 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         tmp_path / "text.gguf": "^text.gguf is not a GGUF file",
         tmp_path / "README.md": "^README.md is not a model. Drop a .gguf or .safetensors file.$",
         tmp_path / "empty.safetensors": "^empty.safetensors is empty",
-        tmp_path / "cut.safetensors": "header: of ",
+        tmp_path / "text.safetensors": "^text.safetensors is not a safetensors file, whatever its name says",
+        tmp_path / "cut.safetensors": r"header: of \d+ bytes in a file of 50",
         tmp_path / "code3.gguf": "invalid ternary code 3",
         golden / "q2_0-legacy128.gguf": "id 42 has blocks of another size",
         golden / "pq2_0-hadamard.gguf": "is of type 142",
