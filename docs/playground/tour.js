@@ -18,6 +18,7 @@ function look() {
   return { token: name(reading.ids[at]), at, values, head, pattern, scale: reading.inner[`${HIDDEN}.hook_x_scale`][at][0], share, read, next: name(next) };
 }
 
+const countZeros = (values) => values.filter((value) => value === 0).length;
 const integers = (part) => Array.from(state.reading.inner[`blocks.0.${part}.hook_x_int8`][state.at], (value) => value - 128);
 
 // The row of the token in the table of the embedding, which is of bfloat16.
@@ -45,7 +46,7 @@ function countWeights() {
 const STEPS = [
   ["From a token to numbers", (it) => `Each of the 4,096 tokens has a row of 256 numbers: the embedding.${it ? ` That of “${it.token}” comes in at the top.` : ""} These numbers are the stream, which all layers read and add to.`],
   ["RMSNorm", () => "The numbers are divided by their typical size, so that no layer sees them too large or too small, and each is multiplied by a learned weight. What goes on in the stream at the left is not changed."],
-  ["Eight bits", (it) => `The largest number becomes 127 or −127, the others are multiplied by the same scale and rounded.${it ? ` The scale of “${it.token}” is 127 divided by its largest number: ${it.scale.toPrecision(4)}. ${it.values.filter((value) => value === 0).length} of its 256 numbers became 0.` : ""}`],
+  ["Eight bits", (it) => `The largest number becomes 127 or −127, the others are multiplied by the same scale and rounded.${it ? ` The scale of “${it.token}” is 127 divided by its largest number: ${it.scale.toPrecision(4)}. ${countZeros(it.values)} of its 256 numbers became 0.` : ""}`],
   ["Three ternary products", () => `Matrices of −1, 0 and +1 make a query, a key and a value. ${state.weights ? countWeights() : ""} The sum is an integer, exact in any order. Two scales turn it back into a number: the matrix’s and the token’s.`],
   ["RoPE", (it) => `Queries and keys are turned by an angle that grows with the place of the token${it ? `, here ${it.at}: of the 64 numbers of a head the first pair by ${it.at} radians, the last by ${angles().at(-1).toPrecision(2)}` : ""}. So where two tokens stand matters only by how far apart they are.`],
   ["Attention", (it) => `The query is compared with the keys of all tokens up to its own. The shares add up to 1, and the values are averaged by them.${it ? ` In head ${it.head}, which spreads its shares the most, “${it.token}” reads ${it.read} most: ${it.share.toFixed(2)}.` : ""} BitNet does this in floats.`],
@@ -61,7 +62,10 @@ const PLOTS = {
   4: () => [firstRow(), "the 256 weights of the first output of q_proj"],
   5: () => [angles().map(Math.cos), "the cosine of the angle of each of the 32 pairs"],
   7: (it) => [integers("attn.o_proj"), `what the four heads of “${it.token}” give to o_proj, 64 numbers each`],
-  8: (it) => [integers("mlp.down_proj"), `the 768 products of “${it.token}”, as integers into down_proj`],
+  8: (it) => {
+    const products = integers("mlp.down_proj");
+    return [products, `the 768 products of “${it.token}”, as integers into down_proj, where ${countZeros(products)} are 0 beside the largest`];
+  },
 };
 
 // The tokens that attention reads, with their shares below them: blue, as in the panel of attention.
