@@ -36,6 +36,7 @@ sys.path.append(str(DOCS / "extension"))
 site_playground = importlib.import_module("site_playground")
 BUGS = importlib.import_module("playground_bugs").BUGS
 EXPECTED = json.loads((DATA / "storyteller" / "expected.json").read_text())["cases"]
+INVISIBLE = {"truncated", "activation_scale_per_tensor", "bf16_accumulators"}  # by reading
 PROMPT, TOKENS = "Once upon a time", 33
 MAX_BYTES = 20_000_000
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -53,13 +54,22 @@ def site(tmp_path_factory):
     return folder, site_playground.write_playground(folder)
 
 
-@pytest.fixture(scope="module")
-def address(site):
-    handler = functools.partial(Handler, directory=str(site[0].parent))
+@contextlib.contextmanager
+def serve(folder):
+    """The address of a server of this folder."""
+    handler = functools.partial(Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}/playground/"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    with serve(site[0].parent) as address:
+        yield f"{address}playground/"
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +135,7 @@ def test_what_the_page_consists_of(site):
         assert max(map(len, text.splitlines())) < 420, path.name
         assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}, path.name
         assert "innerHTML" not in text
+    assert files["index.html"].read_text().count('<a href="../playground.html') == 2
     facts = json.loads(files["facts.json"].read_text())
     assert (facts["missing"], facts["runtime"]) == ((missing, None) if missing else ("", site_playground.RUNTIME))
     assert all(bug["title"] and bug["text"].endswith(".") for bug in facts["bugs"])
@@ -135,21 +146,26 @@ def test_without_npm_the_site_has_the_page_and_it_says_so(tmp_path, monkeypatch,
     monkeypatch.setattr(site_playground, "RUNTIME", "onnxruntime-web@0.0.0")
     monkeypatch.setattr(site_playground.shutil, "which", lambda name: None)
     monkeypatch.setattr(site_playground, "BUGS", {})
-    assert site_playground.write_playground(tmp_path / "playground") == "npm is not installed"
+    assert site_playground.write_playground(tmp_path / "playground", has_guide=False) == "npm is not installed"
+    assert "playground.html" not in (tmp_path / "playground" / "index.html").read_text()
     if CHROMIUM is not None:
         browser = request.getfixturevalue("browser")
-        handler = functools.partial(Handler, directory=str(tmp_path))
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever).start()
-            with open_page(browser, f"http://127.0.0.1:{server.server_port}/playground/") as page:
-                page.until("$('banner').className === 'problem'")
-                assert "without onnxruntime-web (npm is not installed)" in page.text("#banner")
-                assert "are −1" in page.text("#weights-facts")
-                assert page.text("#tokens").split() == ["<s>", *PROMPT.split()]
-            server.shutdown()
+        with serve(tmp_path) as address, open_page(browser, f"{address}playground/") as page:
+            page.until("$('banner').className === 'problem'")
+            assert "without onnxruntime-web (npm is not installed)" in page.text("#banner")
+            assert "are −1" in page.text("#weights-facts")
+            assert page.text("#tokens").split() == ["<s>", *PROMPT.split()]
     monkeypatch.setenv("BITNET_REF_PLAYGROUND", "required")
     with pytest.raises(OSError, match="npm is not installed"):
         site_playground.write_playground(tmp_path / "playground")
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_opened_as_a_file_the_page_says_that_it_needs_a_server(browser, site):
+    page = browser.page(f"{site[0].as_uri()}/index.html")
+    assert "python -m http.server" in page.text("#banner")
+    assert page.run("$('banner').className") == "problem"
 
 
 @functools.cache
@@ -190,19 +206,23 @@ def test_each_button_makes_the_mistake_that_crossval_names(name, graphs):
     assert np.abs(wrong - m.logits(ids)).max() > 0.1
 
 
+def read_the_guides_table():
+    """[(mistake, nats per token, tokens until the text differs or "the same")]"""
+    rows = r"^\| (.+?) \| ([\d.]+) \| (\d+|the same) \|$"
+    return re.findall(rows, (DOCS / "playground.md").read_text(), re.MULTILINE)
+
+
 @pytest.mark.thorough
 def test_the_divergences_that_the_guide_tells(graphs):
-    rows = re.findall(
-        r"^\| (.+?) \| ([\d.]+) \| (\d+|the same) \|$", (DOCS / "playground.md").read_text(), re.MULTILINE
-    )
-    told = {title: float(nats) for title, nats, _ in rows}
+    told = {title: float(nats) for title, nats, _ in read_the_guides_table()}
     ids = model("storyteller").tokenizer.encode(PROMPT)
     ids += model("storyteller").generate(PROMPT, max_tokens=32).token_ids
     right = log_softmax(run_graph(graphs, "right", ids))
     computed = {}
     for name, bug in BUGS.items():
         wrong = log_softmax(run_graph(graphs, name, ids))
-        computed[bug.__doc__.partition("\n")[0]] = (np.exp(right) * (right - wrong)).sum(-1).mean()
+        computed[bug.__doc__.partition("\n")[0]] = nats = (np.exp(right) * (right - wrong)).sum(-1).mean()
+        assert (nats < 0.01) == (name in INVISIBLE)
     assert set(told) == set(computed)
     for title, nats in told.items():
         assert computed[title] == pytest.approx(nats, rel=0.2), title
@@ -365,7 +385,7 @@ def test_a_draw_is_of_the_distribution_and_the_same_for_one_that_is_nearly_the_s
 
 @pytest.mark.thorough
 @needs_chromium
-def test_a_mistake_that_is_too_small_to_see_is_said_to_be(page):
+def test_the_page_says_why_two_texts_are_the_same_or_differ_by_a_choice(page):
     def break_it(name):
         page.click("#bugs button", list(BUGS).index(name))
         page.until("playground.broken !== null && !playground.busy", 60)
@@ -382,6 +402,9 @@ def test_a_mistake_that_is_too_small_to_see_is_said_to_be(page):
     page.click("#mend")
     assert page.run("$('next').querySelectorAll('button').length") == 10
     assert break_it("rope_missing")[2] == ""
+    right, broken, facts = break_it("no_causal_mask")
+    assert right == broken
+    assert "The chart reads the whole text as a prompt" in facts
     write(page, **sampled, seed=42)
     right, broken, facts = break_it("truncated")
     assert right != broken
@@ -426,6 +449,22 @@ def test_a_broken_model_beside_the_right_one(page, graphs):
 
 @pytest.mark.thorough
 @needs_chromium
+def test_the_page_writes_the_texts_that_the_guide_tells(page):
+    write(page, max_tokens=32)
+    told, seen = {title: tokens for title, _, tokens in read_the_guides_table()}, {}
+    for i, bug in enumerate(BUGS.values()):
+        page.click("#bugs button", i)
+        page.until("playground.broken !== null && !playground.busy", 60)
+        right, wrong = page.run("[playground.reading.ids.slice(playground.given), playground.broken.ids]")
+        pairs = zip(right, [*wrong, *[None] * 32], strict=False)
+        first = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), "the same")
+        seen[bug.__doc__.partition("\n")[0]] = str(first)
+    assert seen == told
+    page.click("#mend")
+
+
+@pytest.mark.thorough
+@needs_chromium
 def test_keys_and_names_on_a_phone_and_a_desk(page):
     write(page, max_tokens=8)
     page.click("#bugs button")
@@ -447,6 +486,10 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
             f"new Set($('{plot}').getContext('2d').getImageData(0, 0, $('{plot}').width, $('{plot}').height).data).size"
         )
         assert page.run(drawn) > 5, plot
+    page.run("$('attention').focus()")
+    for key in ("Escape", *["ArrowUp"] * 2, *["ArrowRight"] * 4):
+        page.press(key)
+    assert re.search(r"\(token 0\) cannot read .*: it comes later\.$", page.text("#attention-detail"))
     for look in (
         {"width": 1200},
         {"width": 1200, "dark": True},
@@ -530,6 +573,7 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
         3: f" {zeros} of its 256 numbers became 0",
         4: f"adds {(weights > 0).sum()} of the 256 numbers, subtracts {(weights < 0).sum()}",
         5: f"by 4 radians, the last by {4 * 10000 ** (-62 / 64):.2g}",
+        2: "multiplied by a learned weight",
         6: f"most: {pattern.max():.2f}",
         8: m.tokenizer.decode(m.generate(ids, max_tokens=1).token_ids).strip(),
     }
@@ -544,35 +588,85 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
         assert page.run("$('tour-shares').children.length") == (len(ids) if step == 6 else 0)
         assert page.run("[$('tour-back').disabled, $('tour-next').disabled]") == [step == 1, step == 8]
         page.run("$('tour-next').click()")
+    page.run("document.querySelectorAll('.token')[2].click()")
+    page.run(
+        "document.querySelector('#layer [data-step=\"6\"] rect').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    assert page.run("$('tour-shares').children.length") == 3, "a token of the beginning reads those up to itself"
+
+
+@pytest.mark.thorough
+@needs_chromium
+@pytest.mark.parametrize(("width", "height"), [(390, 664), (360, 740), (844, 390), (1200, 900)])
+def test_each_step_of_the_tour_is_on_the_screen_and_next_stays_in_its_place(page, width, height):
+    page.look(width, height)
+    page.run("$('layer').querySelector('[data-step=\"1\"] rect').dispatchEvent(new Event('click', {bubbles: true}))")
+    page.run("scrollBy(0, $('tour-next').getBoundingClientRect().bottom - innerHeight)")  # at the lower edge
+    places = set()
+    for step in range(2, 9):
+        page.run("$('tour-next').click()")
+        box = "(part) => [part.getBoundingClientRect().top, part.getBoundingClientRect().bottom]"
+        boxes = page.run(f"[...$('layer').querySelectorAll('.lit'), $('tour-text'), $('tour-next')].map({box})")
+        assert all(top >= 0 and bottom <= height for top, bottom in boxes), (step, boxes)
+        places.add(boxes[-1][0])
+    assert len(places) == 1
+    page.look(1200)
 
 
 @pytest.mark.thorough
 @needs_chromium
 def test_the_game_counts_what_the_reader_finds(page):
-    found, counted = 0, 0
+    found, counted, drawn = 0, 0, []
     for number in range(1, 6):
         page.click("#game-next")
         page.until("!playground.busy && !$('choose-a').hidden && !$('choose-a').disabled", 60)
         game = page.run("playground.game")
         assert game["round"] == number
+        drawn.append(game["bug"]["name"])
         texts = page.text("#game-a"), page.text("#game-b")
-        assert (texts[0] == texts[1]) == game["isSame"]
+        assert texts[0] != texts[1]
         other = "b" if game["broken"] == "a" else "a"
-        right = number != 2
-        page.click(f"#choose-{game['broken'] if right else other}")
-        counts = not game["isSame"] and game["nats"] >= 0.01
+        choice = {2: other, 3: "none"}.get(number, game["broken"])
+        page.click(f"#choose-{choice}")
+        counts = game["nats"] >= 0.01
         counted += counts
-        found += right and counts
+        found += choice == game["broken"] and counts
         answer = page.text("#game-answer")
+        assert answer.startswith("Yes.") == (choice == game["broken"] or (choice == "none" and not counts))
         names = [page.text(f"#name-{side}") for side in (game["broken"], other)]
         assert names == [f"{game['broken'].upper()}: broken", f"{other.upper()}: right"]
-        assert ("Nobody can see this one" in answer) != counts
+        assert ("the round does not count" in answer) != counts
         assert all(text.endswith(" ...") for text in texts)
         assert f"{found} of {counted} found" in answer
         assert game["bug"]["title"] in answer
-        assert page.run("playground.game.nats") > 0
+    assert len(set(drawn)) == 5
+    assert drawn[0] not in INVISIBLE
+    assert len(INVISIBLE & set(drawn)) <= 1
     assert "The game is over" in answer
     assert page.text("#game-next") == "Play again"
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_a_round_that_cannot_be_won_does_not_count_and_equal_texts_are_no_round(page):
+    page.run("window.random = Math.random, window.all = playground.facts.bugs, window.calls = 0")
+    page.run("playground.facts.bugs = all.filter((bug) => bug.name === 'rope_missing'), playground.game.round = 5")
+    page.click("#game-next")
+    page.until("!playground.busy && !$('choose-a').hidden", 60)
+    page.click("#choose-a")
+    # with these first three draws the texts are equal
+    page.run("playground.facts.bugs = all.filter((bug) => ['truncated', 'bf16_accumulators'].includes(bug.name))")
+    page.run("Math.random = () => [0.99, 0, 0][calls++] ?? random()")
+    page.click("#game-next")
+    page.until("!playground.busy && !$('choose-none').hidden", 100)
+    assert page.run("calls") >= 3 + 3 + 1
+    assert page.text("#game-a") != page.text("#game-b")
+    score = page.run("[playground.game.score, playground.game.counted]")
+    page.click("#choose-none")
+    assert page.text("#game-answer").startswith("Yes. The mistake: ")
+    assert "cannot be seen by reading, so the round does not count" in page.text("#game-answer")
+    assert page.run("[playground.game.score, playground.game.counted]") == score
+    page.run("playground.facts.bugs = all, Math.random = random, playground.game.round = 5")
 
 
 # -- the reader's own model --------------------------------------------------------------------------------------------
@@ -674,9 +768,10 @@ def test_own_models_give_the_packages_tokens(browser, address, own_models):
 def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_path):
     data = (GGUF / "tq2_0.gguf").read_bytes()
     files = {"cut.gguf": data[:5000], "short.gguf": data[:-100], "text.gguf": b"no model", "empty.safetensors": b""}
-    files |= {"README.md": b"# model", "cut.safetensors": b"12345678"}
+    files |= {"README.md": b"# model", "text.safetensors": b"hello world"}
     files["code3.gguf"] = data[:-66] + b"\xff" * 66
-    files["short.safetensors"] = (GOLDEN / "llama-dense" / "model.safetensors").read_bytes()[:-100]
+    dense = (GOLDEN / "llama-dense" / "model.safetensors").read_bytes()
+    files |= {"short.safetensors": dense[:-100], "cut.safetensors": dense[:50]}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     golden = DATA / "families" / "qwen3-groups128"
@@ -687,7 +782,8 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         tmp_path / "text.gguf": "^text.gguf is not a GGUF file",
         tmp_path / "README.md": "^README.md is not a model. Drop a .gguf or .safetensors file.$",
         tmp_path / "empty.safetensors": "^empty.safetensors is empty",
-        tmp_path / "cut.safetensors": "header: of ",
+        tmp_path / "text.safetensors": "^text.safetensors is not a safetensors file, whatever its name says",
+        tmp_path / "cut.safetensors": r"header: of \d+ bytes in a file of 50",
         tmp_path / "code3.gguf": "invalid ternary code 3",
         golden / "q2_0-legacy128.gguf": "id 42 has blocks of another size",
         golden / "pq2_0-hadamard.gguf": "is of type 142",
@@ -763,6 +859,18 @@ def test_own_models_sample_by_the_settings(browser, address, own_models):
             texts.append(page.until("playground.own", 60)["ids"])
         assert texts[0] == texts[1] != texts[2]
         assert texts[3] == list(model("storyteller").generate(PROMPT, max_tokens=12).token_ids)
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_own_models_need_no_server_once_the_page_is_loaded(browser, site, page):
+    with serve(site[0]) as address:
+        own = browser.page(f"{address}index.html")
+        until_idle(own)
+    for name in ("tq1_0", "tq2_0"):  # the server is gone
+        assert "equals plain JavaScript’s" in drop(own, [GGUF / f"{name}.gguf"])
+    own.click("#own-write")
+    assert own.until("playground.own", 60)["ids"]
 
 
 def byte_level_bpe(pattern, ignore_merges):

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,10 +126,17 @@ def write_compressed(path, data):
     path.write_bytes(gzip.compress(data, mtime=0))
 
 
-def write_playground(folder):
-    """Write the page into a folder. Returns why it has no runtime, or an empty string."""
+def write_playground(folder, has_guide=True):
+    """Write the page into a folder. Returns why it has no runtime, or an empty string.
+
+    has_guide: the site's page about it is in the folder above; without it the links to it are left out.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs" / "playground", folder)
+    if not has_guide:
+        page = (folder / "index.html").read_text(encoding="utf-8")
+        page = re.sub(r'\s*<a href="\.\./playground\.html.*?</a>', "", page)
+        (folder / "index.html").write_text(page, encoding="utf-8")
     for name in ("page.css", "parts.js"):
         shutil.copy2(ASSETS / "page" / name, folder)
     missing = ""
@@ -199,4 +207,4 @@ def setup(app):
 
 
 if __name__ == "__main__":
-    print(write_playground(Path(sys.argv[1])) or "with onnxruntime-web")
+    print(write_playground(Path(sys.argv[1]), has_guide=False) or "with onnxruntime-web")

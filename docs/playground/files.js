@@ -555,7 +555,9 @@ class Safetensors extends Reader {
 
   async readHeader(file) {
     this.file = file; // for what is refused
-    const size = file.size < 8 ? 0 : Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+    const first = new DataView(await file.slice(0, 9).arrayBuffer());
+    if (first.byteLength < 9 || first.getUint8(8) !== 0x7b) throw new Error(`${file.name} is not a safetensors file, whatever its name says. Drop a .gguf or .safetensors file.`); // 0x7b: {
+    const size = Number(first.getBigUint64(0, true));
     if (!size || size > Math.min(MAX_HEADER, file.size - 8)) throw this.refuse("header", `of ${size} bytes in a file of ${file.size}`);
     const { __metadata__: metadata = {}, ...tensors } = this.parse("header", await this.bytes(8, size));
     this.metadata = this.expect("__metadata__", metadata, "an object");

@@ -5,9 +5,17 @@ import { Model, divergence, uniforms } from "./model.js";
 
 const ROUNDS = 5, TOKENS = 32, SAMPLING = { temperature: 0.6, top_k: 40 };
 const BEGINNINGS = ["Once upon a time", "The king said", "In the middle of the wood", "Alice looked", "The old woman", "When the sun rose", "There was a little"];
+const INVISIBLE = ["truncated", "activation_scale_per_tensor", "bf16_accumulators"]; // by reading
 const game = (state.game = { round: 0, score: 0, counted: 0, missed: [], broken: "", bug: null });
+const CHOICES = ["a", "b", "none"];
 const pick = (list) => list[Math.floor(Math.random() * list.length)];
 let drawn = []; // the mistakes of this game, each once
+
+// A mistake that this game has not had. An invisible one comes at most once, and not first.
+function pickBug() {
+  const isFull = !drawn.length || drawn.some((each) => INVISIBLE.includes(each.name));
+  return pick(state.facts.bugs.filter((each) => !drawn.includes(each) && !(isFull && INVISIBLE.includes(each.name))));
+}
 
 // A beginning with what the model writes after it, up to its last whole word.
 async function writeText(model, given, draws) {
@@ -16,54 +24,61 @@ async function writeText(model, given, draws) {
   return { reading, text: `${state.tokenizer.decode(reading.ids).replace(/\s+\S*$/, "")} ...` };
 }
 
-async function play() {
-  if (game.round === ROUNDS) Object.assign(game, { round: 0, score: 0, counted: 0, missed: [] });
-  if (game.round === 0) drawn = [];
-  const bug = pick(state.facts.bugs.filter((each) => !drawn.includes(each))), seed = Math.floor(Math.random() * 2 ** 32);
-  drawn.push(bug);
-  $("game-next").hidden = true;
-  $("game-answer").textContent = "They are writing.";
-  await pause();
-  const given = state.tokenizer.encode(pick(BEGINNINGS)), right = await writeText(state.model, given, uniforms(seed));
-  const model = await Model.open(state.ort, state.graphs[bug.name], state.weights, state.facts.config);
-  let wrong, same;
+// The text of the right model and that of a broken one, which also reads the right one's text.
+async function writeBoth(bug) {
+  const given = state.tokenizer.encode(pick(BEGINNINGS)), seed = Math.floor(Math.random() * 2 ** 32);
+  const right = await writeText(state.model, given, uniforms(seed)), model = await Model.open(state.ort, state.graphs[bug.name], state.weights, state.facts.config);
   try {
-    wrong = await writeText(model, given, uniforms(seed));
-    same = await model.read(right.reading.ids);
+    return { right, wrong: await writeText(model, given, uniforms(seed)), same: await model.read(right.reading.ids) };
   } finally {
     await model.close();
   }
+}
+
+async function play() {
+  if (game.round === ROUNDS) Object.assign(game, { round: 0, score: 0, counted: 0, missed: [] });
+  if (game.round === 0) drawn = [];
+  $("game-next").hidden = true;
+  $("game-answer").textContent = "They are writing.";
+  await pause();
+  let bug, right, wrong, same;
+  do {
+    bug = pickBug();
+    ({ right, wrong, same } = await writeBoth(bug));
+  } while (right.text === wrong.text); // no round
+  drawn.push(bug);
   const nats = right.reading.logits.map((logits, i) => divergence(logits, same.logits[i]));
   const broken = pick(["a", "b"]), texts = { [broken]: wrong.text, [broken === "a" ? "b" : "a"]: right.text };
-  Object.assign(game, { round: game.round + 1, broken, bug, isSame: wrong.text === right.text, nats: mean(nats) });
+  Object.assign(game, { round: game.round + 1, broken, bug, nats: mean(nats) });
   for (const side of ["a", "b"]) {
     $(`name-${side}`).textContent = `Text ${side.toUpperCase()}`;
     $(`game-${side}`).textContent = shorten(texts[side]);
-    $(`choose-${side}`).hidden = false;
   }
+  for (const choice of CHOICES) $(`choose-${choice}`).hidden = false;
   $("game-texts").hidden = false;
   $("game-answer").textContent = `Round ${game.round} of ${ROUNDS}. Which one is broken?`;
   setTimeout(() => $("choose-a").focus({ preventScroll: true })); // when the buttons are enabled again
 }
 
-function answer(side) {
-  const { bug, broken, isSame, nats } = game, isRight = side === broken, counts = !isSame && nats >= VISIBLE;
+// choice: "a", "b", or "none" where the reader cannot tell
+function answer(choice) {
+  const { bug, broken, nats } = game, isRight = choice === broken, counts = nats >= VISIBLE;
   if (counts) {
     game.counted += 1;
     game.score += isRight;
     if (!isRight) game.missed.push(bug.title);
   }
-  const verdict = isSame ? "The two texts are the same" : isRight ? "Yes" : `No, ${broken.toUpperCase()} is`;
-  const note = counts ? "" : " Nobody can see this one by reading, so it does not count.";
+  const verdict = isRight || (choice === "none" && !counts) ? "Yes" : `No, ${broken.toUpperCase()} is broken`;
+  const note = counts ? "" : " It cannot be seen by reading, so the round does not count.";
   const score = `${game.score} of ${game.counted} found.`;
   const end = game.round < ROUNDS ? "" : ` The game is over: guessing would find half. ${game.missed.length ? `You missed: ${game.missed.join("; ")}.` : "You missed none."} Comparing numbers finds all of them.`;
   $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. Its probabilities are ${nats.toFixed(4)} nats per token from the right ones (${SCALE}).${note} ${score}${end}`;
   for (const each of ["a", "b"]) $(`name-${each}`).textContent = `${each.toUpperCase()}: ${each === broken ? "broken" : "right"}`;
-  $("choose-a").hidden = $("choose-b").hidden = true;
+  for (const each of CHOICES) $(`choose-${each}`).hidden = true;
   $("game-next").hidden = false;
   $("game-next").textContent = game.round < ROUNDS ? "Next round" : "Play again";
   $("game-next").focus({ preventScroll: true });
 }
 
 $("game-next").onclick = () => work(play);
-for (const side of ["a", "b"]) $(`choose-${side}`).onclick = () => answer(side);
+for (const choice of CHOICES) $(`choose-${choice}`).onclick = () => answer(choice);

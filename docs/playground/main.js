@@ -282,9 +282,13 @@ function countSame(right, wrong) {
 
 // Texts by models that are nearly the same can differ by one draw.
 function describeTexts(right, wrong) {
-  if (mean(state.broken.nats) >= VISIBLE) return "";
-  const same = countSame(right, wrong);
-  if (same === right.length) return "This mistake is too small to see: the texts are the same.";
+  const same = countSame(right, wrong), isSame = same === right.length;
+  if (mean(state.broken.nats) >= VISIBLE) {
+    if (!isSame) return "";
+    if (state.broken.bug.name !== "no_causal_mask") return "The texts are the same: each choice fell on the same token.";
+    return "The texts are the same. The chart reads the whole text as a prompt, where each token sees what follows; the broken model’s own text had only your beginning as its prompt.";
+  }
+  if (isSame) return "This mistake is too small to see: the texts are the same.";
   const [ours, theirs] = [state.reading, state.broken.reading].map(({ logits }) => `${(100 * softmax(logits[state.given + same - 1])[right[same]]).toPrecision(3)}%`);
   return `This mistake is too small to see. One choice fell on the other side, and the text went on from there; it is not worse. “${name(right[same])}” has a probability of ${ours} by the right model, and of ${theirs} by the broken one.`;
 }
@@ -370,7 +374,8 @@ function drawAttention() {
   const column = clamp(cell.column ?? pattern.indexOf(Math.max(...pattern)), pattern.length - 1);
   context.strokeRect(left + column * size, row * size, size, size);
   canvas.setAttribute("aria-label", `Attention of head ${head} over ${count(tokens, "token")}. Arrow keys read the weights.`);
-  $("attention-detail").textContent = `${name(reading.ids[row])} (token ${row}) reads ${name(reading.ids[column])} (token ${column}) with weight ${pattern[column].toFixed(3)}.`;
+  const [reader, read] = [row, column].map((i) => `${name(reading.ids[i])} (token ${i})`), isLater = column > row && !pattern[column];
+  $("attention-detail").textContent = isLater ? `${reader} cannot read ${read}: it comes later.` : `${reader} reads ${read} with weight ${pattern[column].toFixed(3)}.`;
 }
 
 // -- int8 activations -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import { seedProblem, settings, shorten } from "./main.js";
 
-let worker = null, opened = null;
+let opened = null;
 
 const say = (text, isProblem = false) => Object.assign($("own-facts"), { textContent: text, className: isProblem ? "facts problem" : "facts" });
 
@@ -43,20 +43,19 @@ const answers = {
   },
 };
 
+// It starts with the page, so that it needs no network later.
+const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
+worker.onmessage = ({ data }) => Object.entries(data).forEach(([kind, value]) => answers[kind](value));
+worker.onerror = (event) => answers.problem(`${event.message || "worker.js could not be loaded."} Reload the page to try again.`);
+
 function ask(message) {
-  if (!worker) {
-    worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
-    worker.onmessage = ({ data }) => Object.entries(data).forEach(([kind, value]) => answers[kind](value));
-    worker.onerror = (event) => answers.problem(event.message || "The worker could not be started.");
-  }
   setBusy(true);
   worker.postMessage(message);
 }
 
 function open(files) {
   if (!files.length || $("own-files").disabled) return;
-  worker?.terminate(); // and with it the memory of the model before
-  worker = opened = null;
+  opened = null;
   $("own-form").hidden = true;
   $("own-speed").textContent = "";
   ask({ open: [...files] });

@@ -18,7 +18,7 @@ function describe({ name, message }) {
 const pause = () => new Promise((resolve) => setTimeout(resolve));
 
 async function open(files) {
-  model = null;
+  model = tokenizer = null; // before the next one needs memory
   const tell = (step) => postMessage({ step });
   tell("Reading the file.");
   const matrices = new TernaryMatrices(), opened = await openModel(files, matrices, tell);
@@ -46,7 +46,7 @@ function readIds(text) {
 async function write(text, { seed, max_tokens: count, ...sampling }) {
   const given = readIds(text), { context, ends } = model.config, draws = uniforms(seed), begin = performance.now();
   if (!given.length) throw new Error("Write a beginning: this model has no token that begins a text by itself.");
-  if (given.length >= context) throw new Error(`The text has ${given.length} tokens; the page reads ${context}, with those that are written.`);
+  if (given.length >= context) throw new Error(`The text has ${given.length} tokens; the model reads ${context}, with those that are written.`);
   model.clear();
   isStopped = false;
   let logits;
