@@ -14,7 +14,7 @@ from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES, forward_hypotheses
-from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.explain.variants import IMPOSSIBLE, Setting
 from bitnet_ref.crossval.trace import Trace, write_trace
 
 TOKENS = [1, 17, 5, 23, 9, 32, 3, 3]
@@ -249,26 +249,35 @@ def three_layers(tmp_path_factory):
     return bitnet_ref.load(folder, backend="numpy", threads=1)
 
 
+SAME = {"rope_alpha_ignored"}  # of this model: rope_theta_10000
+
+
 @pytest.mark.parametrize(
     ("names", "layers", "words"),
     [
         (("rope_interleaved",), (1,), "in layer 1 only"),
         (("silu_for_relu2",), (0, 2), "in layers 0, 2 only"),
-        pytest.param(sorted(BY_NAME), (1, 2), "in layers 1 to 2 (the last 2 of 3) only", marks=pytest.mark.slow),
+        pytest.param(sorted(BY_NAME.keys() - SAME), (1, 2), "in layers 1 to 2 (the last 2 of 3) only", marks=pytest.mark.slow),
     ],
 )
 def test_a_known_mistake_in_some_layers_is_named(names, layers, words, three_layers):
     setting, right = Setting.of(three_layers, TOKENS), three_layers.run_with_cache(TOKENS)[1]
     count = 0
     for name in names:
-        if (changed := BY_NAME[name].change(setting, layers)) is None:
+        try:
+            changed = BY_NAME[name].change(setting, layers)
+            candidate = None if changed is None else changed.run()
+        except IMPOSSIBLE:
+            candidate = None
+        if candidate is None:  # this model has no place for it
             continue
-        candidate = changed.run()
         if compare(right, candidate, three_layers.config, TOKENS).agrees:
             continue
-        causes = [d for d in diagnosed(three_layers, candidate, depth=1) if d.confirmed]
+        causes = []
+        for depth in (1, 2):  # some change the inputs and the outputs of linears
+            causes = causes or [d for d in diagnosed(three_layers, candidate, depth=depth) if d.confirmed]
         assert causes, name
-        assert any(d.name == name and words in d.cause for d in causes) or causes[0].name == "described"
+        assert any(name in d.name and words in d.cause for d in causes) or causes[0].name == "described"
         count += 1
     assert count == len(names) or count > 30
 
