@@ -257,7 +257,9 @@ SAME = {"rope_alpha_ignored"}  # of this model: rope_theta_10000
     [
         (("rope_interleaved",), (1,), "in layer 1 only"),
         (("silu_for_relu2",), (0, 2), "in layers 0, 2 only"),
-        pytest.param(sorted(BY_NAME.keys() - SAME), (1, 2), "in layers 1 to 2 (the last 2 of 3) only", marks=pytest.mark.slow),
+        pytest.param(
+            sorted(BY_NAME.keys() - SAME), (1, 2), "in layers 1 to 2 (the last 2 of 3) only", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_known_mistake_in_some_layers_is_named(names, layers, words, three_layers):
