@@ -204,6 +204,12 @@ def test_every_command_is_in_the_page_of_commands():
     assert ours == cli.commands.keys()
 
 
+def test_the_first_text_is_the_one_that_readme_shows():
+    (words,) = re.findall(r"install . && bitnet-ref (generate .*)", README)
+    result = CliRunner().invoke(cli, shlex.split(words))
+    assert f"```text\n{result.stdout}" in README
+
+
 def test_python_runs(clone):
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert blocks
