@@ -73,7 +73,7 @@ class TokenFile:
         return max(1, (len(self.ids) - 1) // context)
 
     def window(self, index: int, context: int) -> NDArray[np.int64]:
-        """(context + 1,) tokens; fewer when the file is shorter."""
+        """(context + 1,) tokens; fewer when the file is shorter. It may cross documents, which BOS and EOS part."""
         return self.ids[index * context : (index + 1) * context + 1].astype(np.int64)
 
     def batch(self, step: int, size: int, context: int, seed: int) -> list[NDArray[np.int64]]:

@@ -52,6 +52,7 @@ LOSS = ("logits_weight", "temperature", "relations_weight", "relation_heads", "m
 MAX_TOML_BYTES = 1 << 20
 _SPIKE_STEPS = 32  # steps whose median a spike is measured by
 MAX_NUMBER, MAX_AMOUNT = 2**40 - 1, 1e100
+MAX_PADDING = 256  # tokens without a piece that a new model may have; vocabularies are padded so far
 NUMBER, COUNT = Number(0, MAX_NUMBER, whole=True), Number(1, MAX_NUMBER, whole=True)
 AMOUNT = Number(0, MAX_AMOUNT)
 PATHS = ListOf(TEXT, "paths", or_one=True)
@@ -292,11 +293,15 @@ class TrainingRun:
         if settings.context > config.context_length:
             message = f"expected at most the model's context of {config.context_length} tokens, got {settings.context}"
             raise ConfigError(message, field="context")
-        if self.tokenizer is not None and self.tokenizer.vocab_size > config.vocab_size:
-            message = (
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary {config.vocab_size}"
-            )
+        if self.tokenizer is None:
+            return
+        message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary {config.vocab_size}"
+        if self.tokenizer.vocab_size > config.vocab_size:
             raise ConfigError(message, field="vocab_size")
+        is_new = settings.init is None and settings.lora is None
+        if is_new and config.vocab_size - self.tokenizer.vocab_size > MAX_PADDING:
+            message += f"; the others have no text: set vocab_size = {self.tokenizer.vocab_size}"
+            warnings.warn(message, ConfigWarning, stacklevel=3)
 
     def _open(self, files: tuple[str, ...], progress: Progress | None) -> TokenFile:
         paths = [Path(file) for file in files]

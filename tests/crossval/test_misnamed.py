@@ -141,7 +141,7 @@ def test_numbers_that_the_engine_did_not_use_are_no_mistake_of_it(name, tmp_path
     crossing = crossed(m, wrong, tmp_path / "t")
     assert not crossing.agrees
     assert "cause" not in crossing.verdict
-    words = f"the logits and everything after {name} agree, so the engine did not use these numbers: look at where"
+    words = f"the logits and the other tensors are those of a right {name}, so the engine did not use these numbers"
     (sentence,) = crossing.diagnosis()
     assert sentence.startswith(words)
     assert held in sentence

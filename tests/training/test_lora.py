@@ -197,7 +197,7 @@ def test_the_guides(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     training, using = section("training.md", "An adapter of a model"), section("using.md", "Adapters")
     (tmp_path / "lora.toml").write_text(training["toml"])
-    (tmp_path / "story.txt").write_text((ROOT / "notebooks" / "alice.txt").read_text(encoding="utf-8")[:20000])
+    (tmp_path / "stories.txt").write_text((ROOT / "notebooks" / "alice.txt").read_text(encoding="utf-8")[:20000])
     for line in training["console"].splitlines():
         done = invoke(*shlex.split(line.removeprefix("$ bitnet-ref ")))
         assert done.exit_code == 0, done.output
@@ -208,4 +208,4 @@ def test_the_guides(tmp_path, monkeypatch):
     assert names["whole"].generate("Once upon a time").text == texts[0]
     command, *words = shlex.split(using["console"].removeprefix("$ bitnet-ref "), comments=True)
     assert (command, words[1]) == ("serve", "--lora")
-    assert read_adapters((words[2],), [words[0]]) == {("storyteller", "mine"): Path("run/adapter")}
+    assert read_adapters((words[2],), [words[0]]) == {("storyteller", "mine"): Path("adapted/adapter")}

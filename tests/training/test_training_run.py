@@ -693,6 +693,18 @@ def test_a_tokenizer_of_ones_own(tmp_path):
         train_sentencepiece([tmp_path / "empty.txt"], tmp_path / "other", 300)
 
 
+def test_a_model_with_many_more_tokens_than_its_tokenizer_is_warned_of(tmp_path):
+    (tmp_path / "story.txt").write_text(STORY)
+    train_sentencepiece([tmp_path / "story.txt"], tmp_path / "tok", 320)
+    data = '[data]\ntrain = "story.txt"\ntokenizer = "tok"\n[training]\ncontext = 8\n'
+    path = tmp_path / "run.toml"
+    path.write_text(MODEL.replace("vocab_size = 64", "vocab_size = 577") + data)
+    with pytest.warns(ConfigWarning, match="the tokenizer has 320 tokens, the model's vocabulary 577"):
+        start(path, tmp_path / "wide")
+    path.write_text(MODEL.replace("vocab_size = 64", "vocab_size = 576") + data)
+    start(path, tmp_path / "padded")  # pytest makes errors of warnings
+
+
 def test_the_shell_trains_and_generates(tmp_path):
     (tmp_path / "story.txt").write_text(STORY)
     run = CliRunner()

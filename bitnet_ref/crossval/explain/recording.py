@@ -30,8 +30,11 @@ def wrong_recording(
         return ""
     if held is None:
         return ""
-    right = f"everything after {wrong[0]}" if len(wrong) == 1 else f"every tensor but {role(wrong[0])}"
-    text = f"the logits and {right} agree, so the engine did not use these numbers: look at where it is recorded"
+    name = wrong[0] if len(wrong) == 1 else role(wrong[0])
+    text = (
+        f"the logits and the other tensors are those of a right {name}, so the engine did not use these numbers "
+        "(in a table above, what is computed from them differs too): look at where it is recorded"
+    )
     return f"{text}; {held}" if held else text
 
 
