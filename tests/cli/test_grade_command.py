@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import accumulate
 
 import pytest
 from cli_runs import invoke, invoke_json
@@ -140,6 +141,22 @@ def test_the_guides_minutes_and_points_are_those_of_the_plans():
         title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
         plans[title] = re.search(r"\*\*together\*\* \| (.+) \|", plan_text(notebook))[1].replace("*", "")
     assert told == plans
+
+
+def test_the_guides_lessons_have_the_minutes_of_the_plans_and_end_in_90():
+    guide = (find_notebooks().parent / "docs" / "teaching.md").read_text(encoding="utf-8")
+    seen = 0
+    for links, minutes, ends in re.findall(r"^\| \d+ \| (.+) \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", guide, re.MULTILINE):
+        names = re.findall(r"(\w+)\.ipynb", links)
+        for name, told, end in zip(names, re.findall(r"\d+", minutes), ends.split("; "), strict=True):
+            plan = plan_text(json.loads((find_notebooks() / f"{name}.ipynb").read_text(encoding="utf-8")))
+            rows = re.findall(r"^\| ([^*|]+) \| (\d+) \| (\d*) \|", plan, re.MULTILINE)
+            sums = list(accumulate(int(read) + int(work or 0) for _, read, work in rows))
+            assert int(told) == sums[-1], name
+            last = sum(each <= 95 for each in sums) - 1
+            assert end.endswith("all" if sums[-1] <= 95 else f"*{rows[last][0]}* ({sums[last]})"), name
+            seen += 1
+    assert seen == len(list(find_notebooks().glob("*.ipynb")))
 
 
 def test_the_guide_names_exercises_that_there_are():
