@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends.options import ComputeOptions
+from ..errors import ConfigError
 from .doctor_command import CheckRows, draw_verdict
 from .generation_options import (
     apply_options,
@@ -245,6 +246,8 @@ def record(
     loaded, ids = load_and_encode(model, text, **options)
     is_folder = file.is_dir() or len(runs or ()) > 1
     plans = plan(loaded.config, ids, runs or (DEFAULT_RUNS if is_folder else ("short",)))
+    if not plans:
+        raise ConfigError(f"{', '.join(runs or ())} cannot be made of {len(ids)} tokens: give two or more", field="runs")
     if is_folder:
         file.mkdir(exist_ok=True)
     every = []

@@ -65,6 +65,9 @@ def test_record_trace_receipt_verify(tmp_path):
     assert json.loads(result.stdout) == {"path": str(path), "tensors": 108, "tokens": 3, "bytes": path.stat().st_size}
     assert invoke("record", CASE, tmp_path / "few", "--tokens", "1", "--names", "hook_embed").exit_code == 0
     assert invoke("record", CASE, tmp_path / "f64", "--tokens", "1", "--dtype", "float64").exit_code == 0
+    alone = invoke("record", CASE, tmp_path / "alone", "--tokens", "1", "--runs", "decode")
+    assert alone.exit_code == 2
+    assert "decode cannot be made of 1 tokens" in alone.output
     with Trace(tmp_path / "few") as few:
         assert list(few) == ["hook_embed"]
     result = invoke("trace", CASE, path, "--receipt", receipt, "--html", page)
