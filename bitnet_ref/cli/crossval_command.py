@@ -247,7 +247,9 @@ def record(
     is_folder = file.is_dir() or len(runs or ()) > 1
     plans = plan(loaded.config, ids, runs or (DEFAULT_RUNS if is_folder else ("short",)))
     if not plans:
-        raise ConfigError(f"{', '.join(runs or ())} cannot be made of {len(ids)} tokens: give two or more", field="runs")
+        raise ConfigError(
+            f"{', '.join(runs or ())} cannot be made of {len(ids)} tokens: give two or more", field="runs"
+        )
     if is_folder:
         file.mkdir(exist_ok=True)
     every = []
