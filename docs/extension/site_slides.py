@@ -4,7 +4,7 @@
 
 A heading begins a slide, and what does not fit on it goes on below, under the same heading: tables with their head,
 code cut between its statements. A question ends its slide. An exercise is its task, its minutes and what is given. A
-figure fills a slide, with its key below it. Imports, setup, checks, the code of figures, and what only they use are
+figure fills a slide, with its key below it or, if that makes its letters small, on the next. Imports, setup, checks, the code of figures, and what only they use are
 left out, as are sentences for somebody at the notebook and questions that only a student's own code answers.
 Without npm the site has no slides, and the build says so.
 """
@@ -13,7 +13,9 @@ import json
 import os
 import re
 import shutil
+import struct
 import sys
+from base64 import b64decode
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
@@ -42,7 +44,7 @@ GUESS = re.compile(r"(.*?(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", re.DO
 # Sentences for somebody at the notebook, and what stands for them
 ASIDE = re.compile(
     r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|`show\(|running kernel|pip install|`check` says"
-    r"|check\.(use|hint)|^Five letters|\bTry:|Change the prompt"
+    r"|check\.(use|hint)|^Five letters|\bTry:|^Try layer|Change the prompt"
 )
 BESIDE = re.compile(r",? (at the top of the notebook|in the next cell)|(?<=On paper), before you run the cell")
 BEFORE = re.compile(r"Before you run the (next )?cell")
@@ -55,6 +57,9 @@ KEY = re.compile(
     re.IGNORECASE,
 )
 KEY_LETTERS = 320
+FIGURE = (1264, 630)  # pixels of a slide that a figure has
+KEY_LINE = (95, 38)  # letters of a line of its key, and pixels
+LARGE = 1.62  # times its own pixels, and the smallest letters of a figure are 2% of the page
 YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
 MARKUP = re.compile(r"\]\([^)]*\)|\\[a-z]+|[${}*`\[]")  # letters of Markdown and of formulas that are not seen
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -103,6 +108,7 @@ class Part(NamedTuple):
     text: str = ""
     breaks: bool = False  # begins a page: the rest of a long part, or an output whose code is not shown
     is_given: bool = False  # belongs to the task before it
+    key_letters: int = 0  # that a figure has room for
 
     @property
     def is_figure(self):
@@ -153,9 +159,13 @@ def has_room(page, part, room):
 
 def parts_of(notebook):
     """What is shown of the cells, with the key of each figure below it."""
-    figure, letters = None, KEY_LETTERS
+    figure, letters = None, 0
     parts = [*cell_parts(notebook["cells"])]
     for part, following in zip_longest(parts, parts[1:]):
+        if part.text.endswith(":") and (
+            not following or re.match(r"[^-|\d]", following.text)
+        ):  # what it announces is cut
+            part = part_of(f"{part.text[:-1]}.")
         if figure:
             announces = bool(following) and not following.text and not following.is_figure
             key, rest = key_of(part.text, letters, announces) if not part.begins else ("", "")
@@ -169,11 +179,21 @@ def parts_of(notebook):
                 figure = None
                 continue
             part = part_of(rest) if key else part
-        figure, letters = part if part.is_figure else None, KEY_LETTERS
+        figure, letters = part if part.is_figure else None, part.key_letters
         if not figure:
             yield part
     if figure:
         yield figure
+
+
+def key_room(width, height):
+    """Letters of a key below a picture of so many pixels that do not make its own letters too small.
+
+    >>> key_room(496, 224), key_room(496, 512)
+    (320, 0)
+    """
+    free = FIGURE[1] - height * min(LARGE, FIGURE[0] / width)
+    return max(0, min(KEY_LETTERS, int(free / KEY_LINE[1]) * KEY_LINE[0]))
 
 
 def key_of(text, letters=KEY_LETTERS, announces=False):
@@ -209,6 +229,8 @@ def cell_parts(cells):
         is_quiz = any(each.name.endswith(".quiz") for each in exercises)
         if cell["cell_type"] == "markdown":
             texts = paragraphs(source)
+            if is_lone_widget(cells, number + 1):
+                texts = texts[:-1]
             for place, beside in ((0, cells[number - 1 : number]), (-1, cells[number + 1 : number + 2])):
                 if beside and waits_for_student(beside[0]) and texts:
                     texts[place] = without_sentences(texts[place], YOURS)
@@ -218,6 +240,8 @@ def cell_parts(cells):
                 if minutes and QUESTION.search(text):
                     yield Part(False, 1, minutes, is_given=True)
                     minutes = ""
+            continue
+        if is_lone_widget(cells, number):
             continue
         if exercises and not is_quiz:
             yield Part(False, 1, minutes_of(exercises), is_given=True)
@@ -237,6 +261,14 @@ def cell_parts(cells):
             is_announced = "".join(cells[number - 1]["source"]).rstrip().endswith(":")
             outputs[0] = outputs[0]._replace(breaks=not is_announced)
         yield from outputs
+
+
+def is_lone_widget(cells, number):
+    """Whether a cell is a widget, and the text before it asks nothing that its picture answers."""
+    is_widget = any(
+        WIDGET in each.get("data", ()) for cell in cells[number : number + 1] for each in cell.get("outputs", ())
+    )
+    return is_widget and not any("?" in text for text in paragraphs("".join(cells[number - 1]["source"])))
 
 
 def minutes_of(exercises):
@@ -336,8 +368,9 @@ def shown_output(output):
     data = output.get("data", {})
     if "image/png" in data:
         alt = output["metadata"].get("image/png", {}).get("alt", "")
-        picture = f"data:image/png;base64,{data['image/png'].strip()}"
-        yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
+        picture = data["image/png"].strip()
+        html = f'<div class="figure"><img alt="{escape(alt)}" src="data:image/png;base64,{picture}"></div>'
+        yield Part(False, LINES, html, key_letters=key_room(*struct.unpack(">II", b64decode(picture[:32])[16:24])))
     elif "text/html" in data:
         html = "".join(data["text/html"])
         yield Part(False, 2 + 0.85 * html.count("<tr") + 6 * ("<img" in html), f'<div class="output">{html}</div>')
