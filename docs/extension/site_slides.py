@@ -4,8 +4,9 @@
 
 A heading begins a slide, and what does not fit on it goes on below, under the same heading: tables with their head,
 code cut between its statements. A question ends its slide. An exercise is its task, its minutes and what is given. A
-figure fills a slide, with its key below it or, if that makes its letters small, on the next. Imports, setup, checks, the code of figures, and what only they use are
-left out, as are sentences for somebody at the notebook and questions that only a student's own code answers.
+figure fills a slide, with its key below it or, where that makes its letters small, on the next. Imports, setup, checks,
+the code of figures, and what only they use are left out, as are sentences for somebody at the notebook, widgets without
+a question, and questions that only a student's own code answers.
 Without npm the site has no slides, and the build says so.
 """
 
@@ -162,9 +163,7 @@ def parts_of(notebook):
     figure, letters = None, 0
     parts = [*cell_parts(notebook["cells"])]
     for part, following in zip_longest(parts, parts[1:]):
-        if part.text.endswith(":") and (
-            not following or re.match(r"[^-|\d]", following.text)
-        ):  # what it announces is cut
+        if part.text.endswith(":") and (not following or re.match(r"[^-|\d]", following.text)):  # it announces nothing
             part = part_of(f"{part.text[:-1]}.")
         if figure:
             announces = bool(following) and not following.text and not following.is_figure
@@ -222,6 +221,7 @@ def key_of(text, letters=KEY_LETTERS, announces=False):
 def cell_parts(cells):
     """A `Part` for each paragraph, piece of code, and output."""
     codes = live_codes(cells)
+    told = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     for number, (cell, code) in enumerate(zip(cells, codes, strict=True)):
         source = "".join(cell["source"])
         is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
@@ -245,7 +245,9 @@ def cell_parts(cells):
             continue
         if exercises and not is_quiz:
             yield Part(False, 1, minutes_of(exercises), is_given=True)
-        outputs = [part for output in cell["outputs"] for part in shown_output(output)] if has_output(cell) else []
+        outputs = (
+            [part for output in cell["outputs"] for part in shown_output(output)] if has_output(cell, told) else []
+        )
         outputs.sort(key=lambda part: part.is_figure)  # nothing between a figure and its key
         if code and not is_hidden:
             while outputs and 'class="highlight"' in outputs[0].html:  # a source that the code uses
@@ -265,9 +267,8 @@ def cell_parts(cells):
 
 def is_lone_widget(cells, number):
     """Whether a cell is a widget, and the text before it asks nothing that its picture answers."""
-    is_widget = any(
-        WIDGET in each.get("data", ()) for cell in cells[number : number + 1] for each in cell.get("outputs", ())
-    )
+    outputs = [output for cell in cells[number : number + 1] for output in cell.get("outputs", ())]
+    is_widget = any(WIDGET in output.get("data", ()) for output in outputs)
     return is_widget and not any("?" in text for text in paragraphs("".join(cells[number - 1]["source"])))
 
 
