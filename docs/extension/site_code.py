@@ -24,6 +24,10 @@ def waits_for_student(cell):
     return bool(texts) and not is_task and not PLACEHOLDER.sub("", "".join(texts)).strip()
 
 
+def code_is_hidden(cell):
+    return cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+
+
 def printed(cell):
     return "".join("".join(each.get("text", "")) for each in cell.get("outputs", ()))
 
@@ -53,9 +57,8 @@ def live_codes(cells):
         if cell["cell_type"] == "markdown":
             told.update(re.findall(r"\w+", " ".join(re.findall("`[^`]*`", source))))
         if cell["cell_type"] == "code" and not waits_for_student(cell):
-            is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
             given = told if "# TODO" in source else ()
-            code = live_code(what_ran(source, printed(cell)), set() if is_hidden else used, given)
+            code = live_code(what_ran(source, printed(cell)), set() if code_is_hidden(cell) else used, given)
         codes.append(code)
     return codes[::-1]
 

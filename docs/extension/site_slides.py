@@ -18,7 +18,7 @@ import struct
 import sys
 from base64 import b64decode
 from html import escape
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,17 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
-from site_code import LINES, PLACEHOLDER, code_height, cut_code, cut_lines, has_output, live_codes, waits_for_student
+from site_code import (
+    LINES,
+    PLACEHOLDER,
+    code_height,
+    code_is_hidden,
+    cut_code,
+    cut_lines,
+    has_output,
+    live_codes,
+    waits_for_student,
+)
 from site_playground import ROOT, download
 
 from bitnet_ref.crossval.exercises.teacher import exercises_in
@@ -63,6 +73,8 @@ KEY_LINE = (95, 38)  # letters of a line of its key, and pixels
 LARGE = 1.62  # times its own pixels, and the smallest letters of a figure are 2% of the page
 YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
 MARKUP = re.compile(r"\]\([^)]*\)|\\[a-z]+|[${}*`\[]")  # letters of Markdown and of formulas that are not seen
+TABLE_HEAD = re.compile(r"\D+?\S {2,}\D+?\S {2,}\D+?\n(?=.*\d)")  # the first line of a table that is printed
+TITLE = re.compile(r"\*\*[^*?]*\.\*\*")  # of a paragraph
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TURN = '<p class="turn">'
 MARKDOWN = (
@@ -161,7 +173,7 @@ def has_room(page, part, room):
 def parts_of(notebook):
     """What is shown of the cells, with the key of each figure below it."""
     figure, letters = None, 0
-    parts = [*cell_parts(notebook["cells"])]
+    parts = [*cell_parts(told_first(notebook["cells"]))]
     for part, following in zip_longest(parts, parts[1:]):
         if part.text.endswith(":") and (not following or re.match(r"[^-|\d]", following.text)):  # it announces nothing
             part = part_of(f"{part.text[:-1]}.")
@@ -218,13 +230,30 @@ def key_of(text, letters=KEY_LETTERS, announces=False):
     return text[:end].strip(), text[end:].strip()
 
 
+def told_first(cells):
+    """The cells, but what hidden cells print between two texts with a title comes after the second.
+
+    >>> texts = [{"cell_type": "markdown", "source": f"**Case {i}.** Why."} for i in (1, 2)]
+    >>> hidden = {"cell_type": "code", "metadata": {"jupyter": {"source_hidden": True}}}
+    >>> told_first([texts[0], hidden, texts[1]]) == [*texts, hidden]
+    True
+    """
+    cells = [*cells]
+    titled = [i for i, cell in enumerate(cells) if cell["cell_type"] == "markdown"]
+    for start, end in [*pairwise(titled)][::-1]:
+        have_titles = all(TITLE.match("".join(cells[i]["source"])) for i in (start, end))
+        if have_titles and all(map(code_is_hidden, cells[start + 1 : end])):
+            cells.insert(start + 1, cells.pop(end))
+    return cells
+
+
 def cell_parts(cells):
     """A `Part` for each paragraph, piece of code, and output."""
     codes = live_codes(cells)
     told = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     for number, (cell, code) in enumerate(zip(cells, codes, strict=True)):
         source = "".join(cell["source"])
-        is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+        is_hidden = code_is_hidden(cell)
         exercises = exercises_in(cell)
         is_quiz = any(each.name.endswith(".quiz") for each in exercises)
         if cell["cell_type"] == "markdown":
@@ -260,7 +289,8 @@ def cell_parts(cells):
                     html = html.replace("<pre>", '<pre class="given">')
                 yield Part(False, code_height(piece), html, breaks=place > 0, is_given=is_given and not place)
         if outputs and is_hidden and not outputs[0].is_figure:
-            is_announced = "".join(cells[number - 1]["source"]).rstrip().endswith(":")
+            source_before = "".join(cells[number - 1]["source"])
+            is_announced = source_before.rstrip().endswith(":") or TITLE.match(source_before)
             outputs[0] = outputs[0]._replace(breaks=not is_announced)
         yield from outputs
 
@@ -387,7 +417,9 @@ def shown_output(output):
             for part in text_parts(text.strip(), 135, 0.85):
                 yield part._replace(text="", html=f'<div class="output">{part.html}</div>')
     elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
+        head = TABLE_HEAD.match(text)
         for number, piece in enumerate(cut_lines(text)):
+            piece = f"{head[0]}{piece}" if head and number else piece
             yield Part(False, code_height(piece), f'<pre class="output">{escape(piece)}</pre>', breaks=number > 0)
 
 
