@@ -17,7 +17,7 @@ import shutil
 import struct
 import sys
 from base64 import b64decode
-from html import escape
+from html import escape, unescape
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +47,7 @@ REVEAL = "reveal.js@5.2.1"
 INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2qD+7ZPZEbpBDhdRhJaFgfQ7zNQ=="
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LETTERS = 84  # of a line of text
+LARGE_WIDE = 82  # letters of a line of code in large letters
 FEW = 3  # lines above a figure
 MUCH_CODE = 9  # lines that the code of two cells on a page takes at most
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
@@ -423,6 +424,13 @@ def shown_output(output):
             yield Part(False, code_height(piece), f'<pre class="output">{escape(piece)}</pre>', breaks=number > 0)
 
 
+def has_large_code(page):
+    """Whether a page is not half full, and its code and output have room in large letters."""
+    codes = [pre for part in page for pre in re.findall("<pre.*?</pre>", part.html, flags=re.DOTALL)]
+    lines = [line for code in codes for line in unescape(re.sub("<[^>]*>", "", code)).split("\n")]
+    return bool(lines) and max(map(len, lines)) < LARGE_WIDE and sum(part.height for part in page) < LINES / 2
+
+
 def page_of(notebook):
     """(title, HTML) of a notebook."""
     title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
@@ -432,7 +440,8 @@ def page_of(notebook):
         inner = ""
         for number, page in enumerate(pages):
             above = f'<h2 class="again">{heading}</h2>' if number else ""
-            inner += f"<section>{above}{''.join(part.html for part in page)}</section>\n"
+            size = ' class="large"' if has_large_code(page) else ""
+            inner += f"<section{size}>{above}{''.join(part.html for part in page)}</section>\n"
         slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
 
