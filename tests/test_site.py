@@ -386,7 +386,7 @@ def html_of_slides():
     slides = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page = site_slides.page_of(json.loads(path.read_text(encoding="utf-8")))[1]
-        page = re.sub(r"base64,[^\"]*", "", page[page.index("<section>") :])
+        page = re.sub(r"base64,[^\"]*", "", page[page.index("<section") :])
         slides += [(path.stem, slide) for slide in re.split("<section[^>]*>", page) if slide]
     return slides
 

@@ -47,7 +47,8 @@ REVEAL = "reveal.js@5.2.1"
 INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2qD+7ZPZEbpBDhdRhJaFgfQ7zNQ=="
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LETTERS = 84  # of a line of text
-LARGE_WIDE = 82  # letters of a line of code in large letters
+CODE_WIDTH = 1980  # letters of a line of code, times their pixels
+FULL = 12  # lines of a page with large code
 FEW = 3  # lines above a figure
 MUCH_CODE = 9  # lines that the code of two cells on a page takes at most
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
@@ -424,11 +425,15 @@ def shown_output(output):
             yield Part(False, code_height(piece), f'<pre class="output">{escape(piece)}</pre>', breaks=number > 0)
 
 
-def has_large_code(page):
-    """Whether a page is not half full, and its code and output have room in large letters."""
-    codes = [pre for part in page for pre in re.findall("<pre.*?</pre>", part.html, flags=re.DOTALL)]
-    lines = [line for code in codes for line in unescape(re.sub("<[^>]*>", "", code)).split("\n")]
-    return bool(lines) and max(map(len, lines)) < LARGE_WIDE and sum(part.height for part in page) < LINES / 2
+def code_letters(page):
+    """Pixels of the letters of code and output: larger ones where their lines have room, and the page is not full."""
+    codes = [(part.height, pre) for part in page for pre in re.findall("<pre.*?</pre>", part.html, flags=re.DOTALL)]
+    lines = [line for _, code in codes for line in unescape(re.sub("<[^>]*>", "", code)).split("\n")]
+    for size in (24, 21) if codes and not any(part.is_figure for part in page) else ():
+        more = sum(height for height, _ in codes) * (size / 18 - 1)
+        if max(map(len, lines)) * size < CODE_WIDTH and sum(part.height for part in page) + more < FULL:
+            return size
+    return 18
 
 
 def page_of(notebook):
@@ -440,8 +445,8 @@ def page_of(notebook):
         inner = ""
         for number, page in enumerate(pages):
             above = f'<h2 class="again">{heading}</h2>' if number else ""
-            size = ' class="large"' if has_large_code(page) else ""
-            inner += f"<section{size}>{above}{''.join(part.html for part in page)}</section>\n"
+            shown = above + "".join(part.html for part in page)
+            inner += f'<section style="--code: {code_letters(page)}px">{shown}</section>\n'
         slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
 
