@@ -138,7 +138,7 @@ def slides_of(notebook):
     """Slides, each a list of pages that follow downwards; a page is a list of parts.
 
     A question ends its page; only the minutes of an exercise and what is given for it follow. Code that has no room
-    takes the text before it to its page, where that is not all of the page before, or ends in a colon.
+    takes the text before it to its page, where that is not all of the page before. So does a table after a colon.
     """
     slides, room, is_asked = [], 0, False
     for part in parts_of(notebook):
@@ -149,7 +149,8 @@ def slides_of(notebook):
             before, page = slides[-1][-1], []
             start = max((i for i, each in enumerate(before) if each.text), default=0)
             height = sum(each.height for each in before[start:])
-            is_free = part.is_given or (start == len(before) - 1 and not is_asked and not part.text and not part.breaks)
+            is_announced = not part.text or before[start].text.endswith(":")
+            is_free = part.is_given or (start == len(before) - 1 and not is_asked and is_announced and not part.breaks)
             if start and is_free and height + part.height < LINES and not (part.is_figure and height > FEW):
                 before[start:], page = [], before[start:]
             slides[-1].append(page)
