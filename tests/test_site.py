@@ -3,6 +3,7 @@
 import base64
 import doctest
 import functools
+import html
 import importlib
 import inspect
 import io
@@ -386,8 +387,8 @@ def html_of_slides():
     slides = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page = site_slides.page_of(json.loads(path.read_text(encoding="utf-8")))[1]
-        page = re.sub(r"base64,[^\"]*", "", page[page.index("<section>") :])
-        slides += [(path.stem, slide) for slide in page.split("<section>") if slide]
+        page = re.sub(r"base64,[^\"]*", "", page[page.index("<section") :])
+        slides += [(path.stem, slide) for slide in re.split("<section[^>]*>", page) if slide]
     return slides
 
 
@@ -418,6 +419,16 @@ def test_slides_cut_no_sentence():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         for part in site_slides.parts_of(json.loads(path.read_text(encoding="utf-8"))):
             assert not re.match(r"\$\$|[a-z]+[ ,]", part.text), (path.stem, part.text)
+
+
+def test_slides_define_what_they_speak_of_and_hide_what_did_not_run():
+    slides = html_of_slides()
+    cases = "".join(re.sub("<[^>]*>", "", slide) for name, slide in slides if name == "11_case_files")
+    for given in ("12 tokens: Once upon", 'name = "blocks', "q_proj = model", "seen = ..."):
+        assert given in html.unescape(cases), given
+    assert cases.index("What happened in case 2") < cases.index("confirmed: I2_S")
+    for name, slide in slides:
+        assert not re.search(r"RECORDED =|is not installed|<strong>Live|[a-z]:</p>\s*<p>[A-Z]", slide), (name, slide)
 
 
 def test_tables_that_notebooks_print_are_tables_on_the_site():

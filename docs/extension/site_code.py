@@ -3,6 +3,7 @@
 import ast
 import re
 from itertools import pairwise
+from textwrap import dedent
 
 LINES = 15  # of a slide
 CODE_LINES = 12  # of a slide, if the code can be cut between its statements
@@ -11,7 +12,8 @@ WIDE = 112  # letters of such a line
 TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
 # Lines of output that say that an exercise is not answered, or how far a loop is
 PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
-NOT_SHOWN = ("show(", "panels(", "display(panels(", "os.chdir(", "folder.cleanup(")  # statements
+NOT_SHOWN = ("show(", "panels(", "display(panels(", "os.chdir(", "folder.cleanup(", "RECORDED =")  # statements
+MISSING = re.compile(r"\bNone\b|emulated")  # in a question for something that may be missing
 CHANGE = ("append", "extend", "add", "update", "sort", "insert", "pop")  # methods that change their object
 
 
@@ -22,14 +24,23 @@ def waits_for_student(cell):
     return bool(texts) and not is_task and not PLACEHOLDER.sub("", "".join(texts)).strip()
 
 
-def has_output(cell):
-    """Whether the outputs of a cell are shown: not those of the setup, and of an exercise alone."""
+def code_is_hidden(cell):
+    return cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+
+
+def printed(cell):
+    return "".join("".join(each.get("text", "")) for each in cell.get("outputs", ()))
+
+
+def has_output(cell, told=""):
+    """Whether the outputs of a cell are shown: not those of an exercise alone, and of the setup only what is told."""
     source = "".join(cell["source"])
     try:
         statements = [ast.get_source_segment(source, each) for each in ast.parse(source).body]
     except SyntaxError:  # a line for IPython
         return True
-    is_setup = "show = setup()" in statements
+    counted = re.match(r"\d+ \w+(?=:)", printed(cell))
+    is_setup = "show = setup()" in statements and not (counted and counted[0] in told)
     is_work = any(not TO_ANSWER.search(each) and not each.startswith(("import ", "from ")) for each in statements)
     return is_work and not is_setup and not waits_for_student(cell)
 
@@ -37,19 +48,47 @@ def has_output(cell):
 def live_codes(cells):
     """The code of each cell that a slide shows.
 
-    Imports and checks go, and what only they, a figure or an assert at the end of a cell use.
+    Imports and checks go, and what only they, a figure or an assert at the end of a cell use, but for names in an
+    exercise of which a later text speaks. Of what a cell does if something is missing only what was done is left.
     """
-    used, codes = set(), []
+    used, told, codes = set(), set(), []
     for cell in reversed(cells):
-        code = ""
+        code, source = "", "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            told.update(re.findall(r"\w+", " ".join(re.findall("`[^`]*`", source))))
         if cell["cell_type"] == "code" and not waits_for_student(cell):
-            is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
-            code = live_code("".join(cell["source"]), set() if is_hidden else used)
+            given = told if "# TODO" in source else ()
+            code = live_code(what_ran(source, printed(cell)), set() if code_is_hidden(cell) else used, given)
         codes.append(code)
     return codes[::-1]
 
 
-def live_code(source, used):
+def what_ran(source, output):
+    """The source with only the branch whose first string is in the output, where a cell asks what is missing.
+
+    >>> what_ran("if tool is None:\\n    print('no tool')\\nelse:\\n    x = 1\\n    print('tool', x)", "tool 1")
+    "x = 1\\nprint('tool', x)"
+    """
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:  # a line for IPython
+        return source
+    lines = source.splitlines()
+    for each in statements:
+        if isinstance(each, ast.If) and MISSING.search(ast.unparse(each.test)) and (strings := strings_in(each.body)):
+            branch = each.body if strings[0] in output else each.orelse
+            rest = lines[branch[0].lineno - 1 : branch[-1].end_lineno] if branch else []
+            lines[each.lineno - 1 : each.end_lineno] = dedent("\n".join(rest)).splitlines()
+            return what_ran("\n".join(lines), output)
+    return source
+
+
+def strings_in(statements):
+    nodes = [node for each in statements for node in ast.walk(each) if isinstance(node, ast.Constant)]
+    return [node.value for node in nodes if isinstance(node.value, str) and len(node.value) > 2]
+
+
+def live_code(source, used, told=()):
     """The statements of a cell that show something, or make a name in `used`, to which the names in them are added.
 
     >>> live_code("import os\\n\\nx = 1\\n# dead\\ny = 2\\nprint(x)\\nassert x", set())
@@ -72,7 +111,9 @@ def live_code(source, used):
             return ""
         made = names_made(each)
         if TO_ANSWER.search(text):
-            is_shown = isinstance(each, ast.FunctionDef | ast.ClassDef)  # the signature
+            is_asked = isinstance(each, ast.Assign) and "# TODO" in text and bool(made.intersection(told))
+            is_shown = is_asked or isinstance(each, ast.FunctionDef | ast.ClassDef)  # the signature
+            text = re.sub("= None *# TODO.*", "= ...", text) if is_asked else text
             text = re.sub(r"^( *)[^# ].*[^: ] *# TODO.*$", r"\1...", text, flags=re.MULTILINE)
             text = re.sub(r"(?<=:) *# TODO.*", "", text)
             lines[span] = [None if line.lstrip().startswith("# TODO") else line for line in text.split("\n")]
@@ -83,7 +124,7 @@ def live_code(source, used):
         else:
             is_value = isinstance(each, ast.Expr) and (is_last or not made)
             is_whole = isinstance(each, ast.FunctionDef | ast.ClassDef) or "print(" in text or "display(" in text
-            is_shown = is_value or is_whole or bool(made & used)
+            is_shown = is_value or is_whole or bool(made & used.union(told))
         if is_shown:
             if isinstance(each, ast.Assign) and not isinstance(each.targets[0], ast.Subscript | ast.Attribute):
                 used -= made

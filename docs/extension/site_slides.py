@@ -4,8 +4,9 @@
 
 A heading begins a slide, and what does not fit on it goes on below, under the same heading: tables with their head,
 code cut between its statements. A question ends its slide. An exercise is its task, its minutes and what is given. A
-figure fills a slide, with its key below it. Imports, setup, checks, the code of figures, and what only they use are
-left out, as are sentences for somebody at the notebook and questions that only a student's own code answers.
+figure fills a slide, with its key below it or, where that makes its letters small, on the next. Imports, setup, checks,
+the code of figures, and what only they use are left out, as are sentences for somebody at the notebook, widgets without
+a question, and questions that only a student's own code answers.
 Without npm the site has no slides, and the build says so.
 """
 
@@ -13,9 +14,11 @@ import json
 import os
 import re
 import shutil
+import struct
 import sys
-from html import escape
-from itertools import zip_longest
+from base64 import b64decode
+from html import escape, unescape
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +28,17 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
-from site_code import LINES, PLACEHOLDER, code_height, cut_code, cut_lines, has_output, live_codes, waits_for_student
+from site_code import (
+    LINES,
+    PLACEHOLDER,
+    code_height,
+    code_is_hidden,
+    cut_code,
+    cut_lines,
+    has_output,
+    live_codes,
+    waits_for_student,
+)
 from site_playground import ROOT, download
 
 from bitnet_ref.crossval.exercises.teacher import exercises_in
@@ -34,6 +47,8 @@ REVEAL = "reveal.js@5.2.1"
 INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2qD+7ZPZEbpBDhdRhJaFgfQ7zNQ=="
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LETTERS = 84  # of a line of text
+CODE_WIDTH = 1980  # letters of a line of code, times their pixels
+FULL = 12  # lines of a page with large code
 FEW = 3  # lines above a figure
 MUCH_CODE = 9  # lines that the code of two cells on a page takes at most
 TO_GUESS = "[Gg]uess|[Oo]n paper|[Bb]y hand|[Pp]redict|[Vv]ote|[Bb]efore you run"
@@ -42,7 +57,7 @@ GUESS = re.compile(r"(.*?(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", re.DO
 # Sentences for somebody at the notebook, and what stands for them
 ASIDE = re.compile(
     r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|`show\(|running kernel|pip install|`check` says"
-    r"|check\.(use|hint)|^Five letters|\bTry:|Change the prompt"
+    r"|check\.(use|hint)|^Five letters|\bTry:|^Try layer|Change the prompt"
 )
 BESIDE = re.compile(r",? (at the top of the notebook|in the next cell)|(?<=On paper), before you run the cell")
 BEFORE = re.compile(r"Before you run the (next )?cell")
@@ -55,8 +70,13 @@ KEY = re.compile(
     re.IGNORECASE,
 )
 KEY_LETTERS = 320
+FIGURE = (1264, 630)  # pixels of a slide that a figure has
+KEY_LINE = (95, 38)  # letters of a line of its key, and pixels
+LARGE = 1.62  # times its own pixels, and the smallest letters of a figure are 2% of the page
 YOURS = re.compile(r"\b[Yy]ours?\b|\?")  # sentences about the output of an exercise that is not answered
 MARKUP = re.compile(r"\]\([^)]*\)|\\[a-z]+|[${}*`\[]")  # letters of Markdown and of formulas that are not seen
+TABLE_HEAD = re.compile(r"\D+?\S {2,}\D+?\S {2,}\D+?\n(?=.*\d)")  # the first line of a table that is printed
+TITLE = re.compile(r"\*\*[^*?]*\.\*\*")  # of a paragraph
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TURN = '<p class="turn">'
 MARKDOWN = (
@@ -103,6 +123,7 @@ class Part(NamedTuple):
     text: str = ""
     breaks: bool = False  # begins a page: the rest of a long part, or an output whose code is not shown
     is_given: bool = False  # belongs to the task before it
+    key_letters: int = 0  # that a figure has room for
 
     @property
     def is_figure(self):
@@ -117,7 +138,7 @@ def slides_of(notebook):
     """Slides, each a list of pages that follow downwards; a page is a list of parts.
 
     A question ends its page; only the minutes of an exercise and what is given for it follow. Code that has no room
-    takes the text before it to its page, where that is not all of the page before, or ends in a colon.
+    takes the text before it to its page, where that is not all of the page before. So does a table after a colon.
     """
     slides, room, is_asked = [], 0, False
     for part in parts_of(notebook):
@@ -128,7 +149,8 @@ def slides_of(notebook):
             before, page = slides[-1][-1], []
             start = max((i for i, each in enumerate(before) if each.text), default=0)
             height = sum(each.height for each in before[start:])
-            is_free = part.is_given or (start == len(before) - 1 and not is_asked and not part.text and not part.breaks)
+            is_announced = not part.text or before[start].text.endswith(":")
+            is_free = part.is_given or (start == len(before) - 1 and not is_asked and is_announced and not part.breaks)
             if start and is_free and height + part.height < LINES and not (part.is_figure and height > FEW):
                 before[start:], page = [], before[start:]
             slides[-1].append(page)
@@ -153,9 +175,11 @@ def has_room(page, part, room):
 
 def parts_of(notebook):
     """What is shown of the cells, with the key of each figure below it."""
-    figure, letters = None, KEY_LETTERS
-    parts = [*cell_parts(notebook["cells"])]
+    figure, letters = None, 0
+    parts = [*cell_parts(told_first(notebook["cells"]))]
     for part, following in zip_longest(parts, parts[1:]):
+        if part.text.endswith(":") and (not following or re.match(r"[^-|\d]", following.text)):  # it announces nothing
+            part = part_of(f"{part.text[:-1]}.")
         if figure:
             announces = bool(following) and not following.text and not following.is_figure
             key, rest = key_of(part.text, letters, announces) if not part.begins else ("", "")
@@ -169,11 +193,21 @@ def parts_of(notebook):
                 figure = None
                 continue
             part = part_of(rest) if key else part
-        figure, letters = part if part.is_figure else None, KEY_LETTERS
+        figure, letters = part if part.is_figure else None, part.key_letters
         if not figure:
             yield part
     if figure:
         yield figure
+
+
+def key_room(width, height):
+    """Letters of a key below a picture of so many pixels that do not make its own letters too small.
+
+    >>> key_room(496, 224), key_room(496, 512)
+    (320, 0)
+    """
+    free = FIGURE[1] - height * min(LARGE, FIGURE[0] / width)
+    return max(0, min(KEY_LETTERS, int(free / KEY_LINE[1]) * KEY_LINE[0]))
 
 
 def key_of(text, letters=KEY_LETTERS, announces=False):
@@ -199,16 +233,36 @@ def key_of(text, letters=KEY_LETTERS, announces=False):
     return text[:end].strip(), text[end:].strip()
 
 
+def told_first(cells):
+    """The cells, but what hidden cells print between two texts with a title comes after the second.
+
+    >>> texts = [{"cell_type": "markdown", "source": f"**Case {i}.** Why."} for i in (1, 2)]
+    >>> hidden = {"cell_type": "code", "metadata": {"jupyter": {"source_hidden": True}}}
+    >>> told_first([texts[0], hidden, texts[1]]) == [*texts, hidden]
+    True
+    """
+    cells = [*cells]
+    titled = [i for i, cell in enumerate(cells) if cell["cell_type"] == "markdown"]
+    for start, end in [*pairwise(titled)][::-1]:
+        have_titles = all(TITLE.match("".join(cells[i]["source"])) for i in (start, end))
+        if have_titles and all(map(code_is_hidden, cells[start + 1 : end])):
+            cells.insert(start + 1, cells.pop(end))
+    return cells
+
+
 def cell_parts(cells):
     """A `Part` for each paragraph, piece of code, and output."""
     codes = live_codes(cells)
+    told = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     for number, (cell, code) in enumerate(zip(cells, codes, strict=True)):
         source = "".join(cell["source"])
-        is_hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+        is_hidden = code_is_hidden(cell)
         exercises = exercises_in(cell)
         is_quiz = any(each.name.endswith(".quiz") for each in exercises)
         if cell["cell_type"] == "markdown":
             texts = paragraphs(source)
+            if is_lone_widget(cells, number + 1):
+                texts = texts[:-1]
             for place, beside in ((0, cells[number - 1 : number]), (-1, cells[number + 1 : number + 2])):
                 if beside and waits_for_student(beside[0]) and texts:
                     texts[place] = without_sentences(texts[place], YOURS)
@@ -219,9 +273,13 @@ def cell_parts(cells):
                     yield Part(False, 1, minutes, is_given=True)
                     minutes = ""
             continue
+        if is_lone_widget(cells, number):
+            continue
         if exercises and not is_quiz:
             yield Part(False, 1, minutes_of(exercises), is_given=True)
-        outputs = [part for output in cell["outputs"] for part in shown_output(output)] if has_output(cell) else []
+        outputs = (
+            [part for output in cell["outputs"] for part in shown_output(output)] if has_output(cell, told) else []
+        )
         outputs.sort(key=lambda part: part.is_figure)  # nothing between a figure and its key
         if code and not is_hidden:
             while outputs and 'class="highlight"' in outputs[0].html:  # a source that the code uses
@@ -234,9 +292,17 @@ def cell_parts(cells):
                     html = html.replace("<pre>", '<pre class="given">')
                 yield Part(False, code_height(piece), html, breaks=place > 0, is_given=is_given and not place)
         if outputs and is_hidden and not outputs[0].is_figure:
-            is_announced = "".join(cells[number - 1]["source"]).rstrip().endswith(":")
+            source_before = "".join(cells[number - 1]["source"])
+            is_announced = source_before.rstrip().endswith(":") or TITLE.match(source_before)
             outputs[0] = outputs[0]._replace(breaks=not is_announced)
         yield from outputs
+
+
+def is_lone_widget(cells, number):
+    """Whether a cell is a widget, and the text before it asks nothing that its picture answers."""
+    outputs = [output for cell in cells[number : number + 1] for output in cell.get("outputs", ())]
+    is_widget = any(WIDGET in output.get("data", ()) for output in outputs)
+    return is_widget and not any("?" in text for text in paragraphs("".join(cells[number - 1]["source"])))
 
 
 def minutes_of(exercises):
@@ -336,8 +402,9 @@ def shown_output(output):
     data = output.get("data", {})
     if "image/png" in data:
         alt = output["metadata"].get("image/png", {}).get("alt", "")
-        picture = f"data:image/png;base64,{data['image/png'].strip()}"
-        yield Part(False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>')
+        picture = data["image/png"].strip()
+        html = f'<div class="figure"><img alt="{escape(alt)}" src="data:image/png;base64,{picture}"></div>'
+        yield Part(False, LINES, html, key_letters=key_room(*struct.unpack(">II", b64decode(picture[:32])[16:24])))
     elif "text/html" in data:
         html = "".join(data["text/html"])
         yield Part(False, 2 + 0.85 * html.count("<tr") + 6 * ("<img" in html), f'<div class="output">{html}</div>')
@@ -353,8 +420,21 @@ def shown_output(output):
             for part in text_parts(text.strip(), 135, 0.85):
                 yield part._replace(text="", html=f'<div class="output">{part.html}</div>')
     elif text := PLACEHOLDER.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
+        head = TABLE_HEAD.match(text)
         for number, piece in enumerate(cut_lines(text)):
+            piece = f"{head[0]}{piece}" if head and number else piece
             yield Part(False, code_height(piece), f'<pre class="output">{escape(piece)}</pre>', breaks=number > 0)
+
+
+def code_letters(page):
+    """Pixels of the letters of code and output: larger ones where their lines have room, and the page is not full."""
+    codes = [(part.height, pre) for part in page for pre in re.findall("<pre.*?</pre>", part.html, flags=re.DOTALL)]
+    lines = [line for _, code in codes for line in unescape(re.sub("<[^>]*>", "", code)).split("\n")]
+    for size in (24, 21) if codes and not any(part.is_figure for part in page) else ():
+        more = sum(height for height, _ in codes) * (size / 18 - 1)
+        if max(map(len, lines)) * size < CODE_WIDTH and sum(part.height for part in page) + more < FULL:
+            return size
+    return 18
 
 
 def page_of(notebook):
@@ -366,7 +446,8 @@ def page_of(notebook):
         inner = ""
         for number, page in enumerate(pages):
             above = f'<h2 class="again">{heading}</h2>' if number else ""
-            inner += f"<section>{above}{''.join(part.html for part in page)}</section>\n"
+            shown = above + "".join(part.html for part in page)
+            inner += f'<section style="--code: {code_letters(page)}px">{shown}</section>\n'
         slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
 
