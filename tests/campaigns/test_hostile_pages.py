@@ -245,7 +245,7 @@ CRAFTED = {
     "three.safetensors": (safetensors({"x": {**TENSOR, "data_offsets": [0, 4, 4]}}, bytes(4)), "bytes 0 to 4"),
     "dtype.safetensors": (safetensors({"x": {**TENSOR, "dtype": "constructor"}}, bytes(4)), "does not read"),
     "html.safetensors": (safetensors({"x": {**TENSOR, "dtype": {"a": NAME}}}, bytes(4)), "does not read"),
-    "deep.safetensors": (safetensors(b"[" * 3_000_000), "is not JSON"),
+    "deep.safetensors": (safetensors(b'{"a":' * 600_000), "is not JSON"),
     "x.bitnet.safetensors": (safetensors({"__metadata__": {"format": NAME}}), "expected a native file"),
 }
 CONFIG = {"format": "bitnet_ref", "format_version": "2"}
