@@ -414,6 +414,13 @@ def test_slides_have_headings_and_no_placeholders():
     assert tasks == len(importlib.import_module("bitnet_ref.crossval.exercises.teacher").EXERCISES)
 
 
+def test_links_of_slides_lead_to_slides():
+    notebooks = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for name, slide in html_of_slides():
+        for link in re.findall(r'href="([^"]+)"', slide):
+            assert link.startswith("https://") or link.removesuffix(".html") in notebooks, (name, link)
+
+
 def test_slides_cut_no_sentence():
     site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
     for path in (ROOT / "notebooks").glob("*.ipynb"):

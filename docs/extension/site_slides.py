@@ -250,6 +250,16 @@ def told_first(cells):
     return cells
 
 
+def linked(source):
+    """Links to notebooks lead to their slides; those to other files of the repository are their text.
+
+    >>> linked("[2](02_bitlinear.ipynb#absmax), [one file](tinybitnet.py), [a paper](https://arxiv.org)")
+    '[2](02_bitlinear.html), one file, [a paper](https://arxiv.org)'
+    """
+    source = re.sub(r"\]\((\w+)\.ipynb[^)]*\)", r"](\1.html)", source)
+    return re.sub(r"\[([^]\n]+)]\((?!https?:|\w+\.html)[^)]+\)", r"\1", source)
+
+
 def cell_parts(cells):
     """A `Part` for each paragraph, piece of code, and output."""
     codes = live_codes(cells)
@@ -260,7 +270,7 @@ def cell_parts(cells):
         exercises = exercises_in(cell)
         is_quiz = any(each.name.endswith(".quiz") for each in exercises)
         if cell["cell_type"] == "markdown":
-            texts = paragraphs(source)
+            texts = paragraphs(linked(source))
             if is_lone_widget(cells, number + 1):
                 texts = texts[:-1]
             for place, beside in ((0, cells[number - 1 : number]), (-1, cells[number + 1 : number + 2])):
