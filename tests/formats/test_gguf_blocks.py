@@ -21,9 +21,9 @@ from bitnet_ref.formats.gguf.blocks import (
     blocks_from_ternary,
     dequantize,
     groups_from_blocks,
-    pack_from_blocks,
     quantize,
     scale_in_blocks,
+    ternary_from_blocks,
 )
 from bitnet_ref.reference import quantization
 
@@ -47,12 +47,6 @@ def random_blocks(kind, n, seed):
     elif kind in ("F16", "BF16"):
         raw[:, 1] &= 0xBF
     return raw
-
-
-def ternary_from_blocks(raw, kind, shape):
-    """(w_t (N, K) int8, w_dequant_scale), or None."""
-    found = pack_from_blocks(raw, kind, shape)
-    return None if found is None else (quantization.unpack_ternary(found[0], shape[1]), found[1])
 
 
 def assert_same_bits(kind, n, seed):

@@ -47,7 +47,7 @@ from ...families.blocks import (
 )
 from ...families.groups import cut_groups
 from ...reference.layers import Array, Floats
-from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
+from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR, unpack_ternary
 from ..packing import first_invalid_code, pack_words
 
 
@@ -358,6 +358,14 @@ def _by_package(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]
     except ImportError as error:
         raise FormatError(f"{kind} is decoded by the package gguf, which is not here: pip install gguf") from error
     return partial(decode, qtype=GGMLQuantizationType[kind])
+
+
+def ternary_from_blocks(
+    raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]
+) -> tuple[NDArray[np.int8], np.float32] | None:
+    """`pack_from_blocks`, unpacked: (w_t (N, K) int8, w_dequant_scale), or None."""
+    found = pack_from_blocks(raw, kind, shape)
+    return None if found is None else (unpack_ternary(found[0], shape[1]), found[1])
 
 
 def pack_from_blocks(
