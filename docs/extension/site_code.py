@@ -10,8 +10,8 @@ CODE_LINES = 12  # of a slide, if the code can be cut between its statements
 CODE_LINE = 0.65  # height of a line of code or output
 WIDE = 112  # letters of such a line
 TO_ANSWER = re.compile(r"# TODO|(?<!\.)\bcheck[.(]")  # a statement of an exercise
-# Lines of output that say that an exercise is not answered, or how far a loop is
-PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b| *\d+ of \d+: ).*\n?", re.MULTILINE)
+# Lines of output that say that an exercise is not answered, what a check says, or how far a loop is
+PLACEHOLDER = re.compile(r"^((.*: )?not? \w+ yet\b|[\w.]+: right\.| *\d+ of \d+: ).*\n?", re.MULTILINE)
 NOT_SHOWN = ("show(", "panels(", "display(panels(", "os.chdir(", "folder.cleanup(", "RECORDED =")  # statements
 MISSING = re.compile(r"\bNone\b|emulated")  # in a question for something that may be missing
 CHANGE = ("append", "extend", "add", "update", "sort", "insert", "pop")  # methods that change their object

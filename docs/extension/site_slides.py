@@ -56,8 +56,8 @@ QUESTION = re.compile(rf"\?\**\s*([^.?]*:)?(\n\n|$)|\*\*[^*]*({TO_GUESS})[^*]*\*
 GUESS = re.compile(r"(.*?(?:a guess|first:)[^?]*\?)\s+(?=[*A-Z])([^?]+)$", re.DOTALL)  # and what follows
 # Sentences for somebody at the notebook, and what stands for them
 ASIDE = re.compile(
-    r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|`show\(|running kernel|pip install|`check` says"
-    r"|check\.(use|hint)|^Five letters|\bTry:|^Try layer|Change the prompt"
+    r"\b[Cc]ells?\b|\b[Ss]liders?\b|\b[Ff]olded\b|\bMove the scale|`show\(|running kernel|pip install|[`a] ?check`? say"
+    r"|Equal, bit for bit|check\.(use|hint)|^Five letters|\bTry:|^Try layer|Change the prompt"
 )
 BESIDE = re.compile(r",? (at the top of the notebook|in the next cell)|(?<=On paper), before you run the cell")
 BEFORE = re.compile(r"Before you run the (next )?cell")
@@ -294,6 +294,7 @@ def cell_parts(cells):
         if code and not is_hidden:
             while outputs and 'class="highlight"' in outputs[0].html:  # a source that the code uses
                 yield outputs.pop(0)
+            outputs.sort(key=lambda part: 'class="highlight"' in part.html or 2 * part.is_figure)  # prints first
             is_given = bool(exercises or re.fullmatch(r"\w+ = \{(\s+.*: None,)+\s*\}", code))
             is_widget = any(WIDGET in each.get("data", ()) for each in cell["outputs"])
             for place, piece in enumerate(() if is_widget else cut_code(code)):
