@@ -274,9 +274,8 @@ STAND_INS = {
     "my_tasks/": "{folder}",
     "NAME=MODEL": "name=storyteller",
 }
-RUN = re.search(
-    r"^```toml\n(\[model\].*?)^```", (ROOT / "docs/training.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-)[1]
+TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+RUN, TERNARY = re.findall(r"^```toml\n(\[model\].*?|\[data\]\ninit.*?)^```", TRAINING, re.DOTALL | re.MULTILINE)
 SHORTER = {"generate": "--max-tokens 2", "train": "--steps 1", "perplexity --text wiki.test.raw": "--length 16"}
 SHORTER |= {"lab": "--no-launch", "train-tokenizer": "--vocab 400"}
 NOT_RUN_IN_DOCS = {
@@ -353,6 +352,8 @@ def test_commands_of_the_docs_run(path, clone):
     (clone.parent / "stories.txt").write_text((ROOT / "notebooks/alice.txt").read_text()[:6_000])
     (clone.parent / "lines.txt").write_text("a red boat\ntax law\n")
     (clone.parent / "run.toml").write_text(RUN.replace("vocab_size = 4096", "vocab_size = 400"))
+    smaller = TERNARY.replace("SmolLM2-135M", "run/model").replace("context = 256", "context = 128")
+    (clone.parent / "ternary.toml").write_text(smaller)
     recorded = ["crossval", "record", "storyteller", f"{clone}/right.safetensors", "--tokens", "1,5"]
     if any("my_run" in command for command in commands_of(path)):
         assert CliRunner().invoke(cli, recorded).exit_code == 0
