@@ -223,13 +223,12 @@ def key_of(text, letters=KEY_LETTERS, announces=False):
     if is_told and len(block) <= letters and (not announces or KEY.search(SENTENCE.split(block)[0])):
         return block, text[len(block) :].strip()
     end = 0
-    for each in [*SENTENCE.finditer(block), None]:
-        sentence = block[end : each.start() if each else len(block)]
+    for sentence in sentences_of(block):
         if not KEY.search(sentence) or "?" in sentence or "Your turn" in sentence or sentence.endswith(":"):
             break
-        if (each.end() if each else len(block)) > letters or re.match(r"[-|\d]", sentence):
+        if end + len(sentence) > letters or re.match(r"[-|\d]", sentence):
             break
-        end = each.end() if each else len(block)
+        end += len(sentence)
     return text[:end].strip(), text[end:].strip()
 
 
@@ -351,13 +350,18 @@ def without_sentences(text, pattern):
     if text.startswith(("#", "|", "-")) or not pattern.search(text):
         return text
     text = BRACKETS.sub(lambda found: "" if pattern.search(found[0]) else found[0], text)
-    spaces = [*SENTENCE.finditer(text), None]
-    start, kept = 0, ""
-    for space in spaces:
-        sentence = text[start : space.end() if space else len(text)]
-        kept += "" if pattern.search(sentence) else sentence
-        start = space.end() if space else 0
+    kept = "".join(sentence for sentence in sentences_of(text) if not pattern.search(sentence))
     return "" if re.fullmatch(r"\*\*[^*]*\*\*\s*", kept) else kept.strip()
+
+
+def sentences_of(text):
+    """Each with the space after it.
+
+    >>> sentences_of("One. *Two*? Three")
+    ['One. ', '*Two*? ', 'Three']
+    """
+    ends = [each.end() for each in SENTENCE.finditer(text)]
+    return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
 def goes_on(before, text):
@@ -442,8 +446,8 @@ def code_letters(page):
     codes = [(part.height, pre) for part in page for pre in re.findall("<pre.*?</pre>", part.html, flags=re.DOTALL)]
     lines = [line for _, code in codes for line in unescape(re.sub("<[^>]*>", "", code)).split("\n")]
     for size in (24, 21) if codes and not any(part.is_figure for part in page) else ():
-        more = sum(height for height, _ in codes) * (size / 18 - 1)
-        if max(map(len, lines)) * size < CODE_WIDTH and sum(part.height for part in page) + more < FULL:
+        added = sum(height for height, _ in codes) * (size / 18 - 1)
+        if max(map(len, lines)) * size < CODE_WIDTH and sum(part.height for part in page) + added < FULL:
             return size
     return 18
 

@@ -116,7 +116,8 @@ class _Replay:
         try:
             beside = setting.run(self._is_open, last[0], settle=self._settle, backend=backend)
         except NumericsError as error:  # of what an engine's numbers give
-            for name in list(filter(self._is_open, names.op_order(self.cfg)))[:1]:
+            name = next(filter(self._is_open, names.op_order(self.cfg)), None)
+            if name is not None:
                 shape = names.op_shape(name, self.cfg, len(self.ids))
                 self.results[name] = self.walk.refuse(name, shape, f"cannot be computed: {error}")
             return

@@ -364,8 +364,8 @@ def ternary_from_blocks(
     raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]
 ) -> tuple[NDArray[np.int8], np.float32] | None:
     """`pack_from_blocks`, unpacked: (w_t (N, K) int8, w_dequant_scale), or None."""
-    found = pack_from_blocks(raw, kind, shape)
-    return None if found is None else (unpack_ternary(found[0], shape[1]), found[1])
+    matrix = pack_from_blocks(raw, kind, shape)
+    return None if matrix is None else (unpack_ternary(matrix[0], shape[1]), matrix[1])
 
 
 def pack_from_blocks(

@@ -749,7 +749,7 @@ def what_checks_say(
         "one word": (said != wanted, one_word),
         "itself": (
             not agrees,
-            "It makes the same mistake both times: it agrees with itself, and with nobody else."
+            "It makes the same mistake both times, alone and in the longer prompt, so its two results are equal."
             if agrees
             else "Two tokens take another way alone than in a longer prompt, and have other logits there.",
         ),
