@@ -83,14 +83,22 @@ class Compiled:
         return ys, LinearInput(x_q, x_quant_scale)
 
     def linear_backward(
-        self, dys: Sequence[Floats], saved: LinearInput, w: ops.StepLinear
+        self, dys: Sequence[Floats], saved: LinearInput, w: ops.StepLinear, product: ops.Product = ops.product
     ) -> tuple[Gradient, list[Gradient]]:
         """Part by part: gradients of several linears are never copied into one array."""
         x, parts = self._rescaled(saved), w.split(w.values, 0)
-        dx = dys[0] @ parts[0]
+        dx = product(dys[0], parts[0])
         for dy, part in zip(dys[1:], parts[1:], strict=True):
-            dx += dy @ part
-        return dx, [dy.T @ x for dy in dys]
+            dx += product(dy, part)
+        return dx, [product(dy.T, x) for dy in dys]
+
+    def product_bfloat16(self, a: Floats, b: Floats) -> Gradient:
+        """By the processor's products of bfloat16, where it has them; else rounded, and by BLAS."""
+        if not _cpu.has_bfloat16_product or "avx512" not in list(simd_variants())[: self.kernel_set + 1]:
+            return ops.product_bfloat16(a, b)
+        c = np.empty((len(a), b.shape[1]), dtype=np.float32)
+        _cpu.bfloat16_product(a, b, c, False)
+        return c
 
     def _rescaled(self, saved: LinearInput) -> Floats:
         if saved.x_quant_scale is None:

@@ -224,7 +224,7 @@ class LoraNetwork(TrainingNetwork):
     ) -> Floats:
         """dX = dY W_q alone."""
         dy, w = dys[0] if len(dys) == 1 else np.concatenate(dys, axis=1), group.weight
-        dx: Floats = (dy if w.scales is None else dy * w.scales) @ w.values
+        dx: Floats = self.ops.product(dy if w.scales is None else dy * w.scales, w.values)
         return dx
 
     def _outer_gradients(self, state: SequencePass, *_: Any) -> None:

@@ -158,7 +158,7 @@ class TrainingNetwork:
             divergence, d_soft = soft_cross_entropy(logits, values.logits, settings.temperature)
             losses += settings.logits_weight * divergence
             d_logits += d_soft * d_soft.dtype.type(settings.logits_weight * weight)
-        dx = backward(d_logits @ head)
+        dx = backward(self.ops.product(d_logits, head))
         self._outer_gradients(state, d_logits, hidden, dx, inputs)
         return losses + state.relation_loss, state.gradients
 
@@ -167,7 +167,7 @@ class TrainingNetwork:
     ) -> None:
         """The gradients of the head and the embedding."""
         gradients = state.gradients
-        gradients[self._head] = d_logits.T @ hidden
+        gradients[self._head] = self.ops.product(d_logits.T, hidden)
         if EMBEDDING not in gradients:  # the head is not tied to it
             gradients[EMBEDDING] = np.zeros_like(self.masters[EMBEDDING])
         self.ops.embed_backward(dx, inputs, gradients[EMBEDDING])
@@ -304,7 +304,7 @@ class TrainingNetwork:
     ) -> Floats:
         """[dy (T, out) of each linear] -> dx (T, K); the gradients of the masters go into `state`."""
         dh: Floats
-        dh, d_weights = self.ops.linear_backward(dys, saved, group.weight)
+        dh, d_weights = self.ops.linear_backward(dys, saved, group.weight, self.ops.product)
         for module, d_weight, d_out in zip(group.modules, d_weights, dys, strict=True):
             state.gradients[f"{module}.weight"] = d_weight
             if group.biased:

@@ -5,7 +5,8 @@ respect to its inputs. There is no tape: a forward op returns what its backward 
 
 A pass computes one sequence of T tokens. So a sequence's loss and gradients do not depend on the others of its batch.
 Forward, the arithmetic is that of `reference`: norms, softmax and gates are its functions, and products of integers are
-exact. So a trained model computes the same integers when it is packed and run. Gradients are plain float32.
+exact. So a trained model computes the same integers when it is packed and run. Gradients are plain float32, or their
+products with matrices are of values rounded to bfloat16: see `product`.
 
 Arrays are NumPy's or CuPy's: what is made is made `like` an argument, and nothing is converted unasked. Tokens are on
 the host.
@@ -35,6 +36,34 @@ from ..reference.layers import Array, Floats, Ints
 Gradient = Floats
 QUERY_BLOCK = 64  # queries whose scores are computed together; keys after the last of them are left out
 _ADAM_BLOCK = 1 << 15  # values updated at a time: their arrays stay in the processor's cache
+
+
+# -- products of gradients ---------------------------------------------------------------------------------------------
+
+Product = Callable[[Array, Array], Array]
+
+
+def product(a: Floats, b: Floats) -> Gradient:
+    """a b: each product of a gradient with a matrix, and those of Muon. `product_bfloat16` can stand in for it."""
+    result: Gradient = a @ b
+    return result
+
+
+def product_bfloat16(a: Floats, b: Floats) -> Gradient:
+    """a b of values rounded to bfloat16, with sums in a's dtype.
+
+    A ternary matrix loses nothing; a gradient or a rescaled activation at most 2^-9 of itself.
+    """
+    result: Gradient = round_bfloat16(a) @ round_bfloat16(b)
+    return result
+
+
+def round_bfloat16(x: Floats) -> Floats:
+    """The nearest number of 8 significant bits, half to even, in x's dtype."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    rounded: Floats = bits.view(np.float32).astype(x.dtype, copy=False)
+    return rounded
 
 
 # -- embedding ---------------------------------------------------------------------------------------------------------
@@ -136,14 +165,16 @@ def linear(x: Floats, w: StepLinear) -> tuple[list[Floats], LinearInput]:
     return w.split(y, 1), LinearInput(x_q, x_quant_scale)
 
 
-def linear_backward(dys: Sequence[Floats], saved: LinearInput, w: StepLinear) -> tuple[Gradient, list[Gradient]]:
+def linear_backward(
+    dys: Sequence[Floats], saved: LinearInput, w: StepLinear, product: Product = product
+) -> tuple[Gradient, list[Gradient]]:
     """dX = dY W_q and dW = dY^T X_q, straight through both quantisations.
 
     [dy (T, out) of each linear] -> dx (T, K), [dW (out, K) of each]
     """
     dy = dys[0] if len(dys) == 1 else np.concatenate(dys, axis=1)
-    d_weight = dy.T @ saved.rescaled(dy.dtype)
-    return (dy if w.scales is None else dy * w.scales) @ w.values, w.split(d_weight, 0)
+    d_weight = product(dy.T, saved.rescaled(dy.dtype))
+    return product(dy if w.scales is None else dy * w.scales, w.values), w.split(d_weight, 0)
 
 
 # -- attention of one sequence -----------------------------------------------------------------------------------------
@@ -334,7 +365,7 @@ _NEWTON_SCHULZ_STEPS = 5
 _MUON_LEAST = np.float32(1e-18)  # of the largest value: products of two such values are still normal numbers
 
 
-def orthogonalize(g: Gradient) -> Gradient:
+def orthogonalize(g: Gradient, product: Product = product) -> Gradient:
     """U V^T of g = U S V^T, nearly: its singular values between 0.7 and 1.2, by Newton-Schulz steps in g's own dtype.
 
     Source: "Muon: An optimizer for hidden layers in neural networks" (Jordan et al., 2024).
@@ -344,13 +375,15 @@ def orthogonalize(g: Gradient) -> Gradient:
     x = g if g.shape[0] <= g.shape[1] else g.T.copy()  # products of rows that lie together are faster
     x = x / (np.sqrt((x * x).sum()) + x.dtype.type(1e-7))
     for _ in range(_NEWTON_SCHULZ_STEPS):
-        square = x @ x.T  # of the shorter side
-        x = a * x + (b * square + c * (square @ square)) @ x
+        square = product(x, x.T)  # of the shorter side
+        x = a * x + product(b * square + c * product(square, square), x)
     result: Gradient = x if g.shape[0] <= g.shape[1] else x.T
     return result
 
 
-def muon(w: Floats, g: Gradient, m: Floats, momentum: float, keep: float, lr: float) -> None:
+def muon(
+    w: Floats, g: Gradient, m: Floats, momentum: float, keep: float, lr: float, product: Product = product
+) -> None:
     """w = w keep - lr 0.2 sqrt(max(rows, columns)) orthogonalize(g + momentum m), in place: `Muon`."""
     m *= momentum
     m += g
@@ -359,4 +392,4 @@ def muon(w: Floats, g: Gradient, m: Floats, momentum: float, keep: float, lr: fl
     size = np.abs(m)
     m *= size >= _MUON_LEAST * size.max()
     w *= keep
-    w -= (lr * 0.2 * math.sqrt(max(w.shape))) * orthogonalize(g + momentum * m)
+    w -= (lr * 0.2 * math.sqrt(max(w.shape))) * orthogonalize(g + momentum * m, product)

@@ -59,7 +59,7 @@ class AdamW:
                     moments[name] = np.zeros_like(w)
             keep = 1 - lr * weight_decay if w.ndim > 1 else 1.0
             if len(self.moments(name, w)) == 1:
-                ops.muon(w, gradients[name], self.m[name], MUON_MOMENTUM, keep, lr)
+                ops.muon(w, gradients[name], self.m[name], MUON_MOMENTUM, keep, lr, functions.product)
                 return
             rates = ops.AdamRates(b1, b2, v_scale, self.eps, keep, step_size)
             functions.adamw(w, gradients[name], self.m[name], self.v[name], rates)

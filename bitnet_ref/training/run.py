@@ -42,7 +42,7 @@ from .distil import Distillation
 from .lora import LoraTrainer
 from .network import Masters, master_shapes
 from .optimizer import OPTIMIZERS, SCHEDULES, Schedule
-from .trainer import Trainer, to_host, write_masters
+from .trainer import BACKWARD_DTYPES, Trainer, to_host, write_masters
 
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
 ADAPTER = "adapter"  # in the place of MODEL
@@ -95,6 +95,7 @@ class RunSettings:
     context: int = option(256, COUNT)
     seed: int = option(0, NUMBER)
     optimizer: str = option("adamw", choice(*OPTIMIZERS))
+    backward_dtype: str = option("float32", choice(*BACKWARD_DTYPES))
     schedule: str = option("two-stage", choice(*SCHEDULES))
     lr: float = option(1.5e-3, AMOUNT)
     second_lr: float | None = option(None, Number(0, MAX_AMOUNT, optional=True))
@@ -214,6 +215,7 @@ class TrainingRun:
             "betas": (settings.beta1, settings.beta2),
             "eps": settings.eps,
             "optimizer": settings.optimizer,
+            "backward_dtype": settings.backward_dtype,
         }
         options |= {"schedule": schedule, "max_norm": settings.max_norm or None, "threads": threads}
         options["backend"] = backend
@@ -416,7 +418,7 @@ class TrainingRun:
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
         settings = self.settings
-        data: dict[str, Any] = {key: getattr(settings, key) for key in ("batch", "context", "seed", "optimizer")}
+        data: dict[str, Any] = {key: getattr(settings, key) for key in ("batch", "context", "seed", "optimizer", "backward_dtype")}
         data["tokens"] = len(self.train)
         data["loss"] = {key: getattr(settings, key) for key in LOSS}
         hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from .optimizer import OPTIMIZERS, Schedule, clip_gradients
 
 Batch = Ints | Sequence[Ints]
 BACKENDS = ("numpy", "cython", "cupy")
+BACKWARD_DTYPES = ("float32", "bfloat16")
 
 
 class Trainer:
@@ -68,6 +70,7 @@ class Trainer:
         threads: int | None = None,
         backend: str = "auto",
         optimizer: str = "adamw",
+        backward_dtype: str = "float32",
     ) -> None:
         """masters: hub name -> array of float32, or of float64 to measure rounding; they are copied.
 
@@ -75,6 +78,8 @@ class Trainer:
         max_norm: of all gradients together, larger ones are scaled down to it.
         optimizer: "adamw", or "muon", which takes Muon for the matrices of the layers.
         distillation: a teacher, whose divergences are added to the loss.
+        backward_dtype: "float32", or "bfloat16", to which the operands of the gradients' products with matrices, and of
+        Muon's, are rounded; the loss stays as it is.
         backend: "numpy" (the functions of `ops.py`), "cython" (kernels, float32 only), "auto": the faster of these two,
         or "cupy": the functions of `ops.py` on a card, where masters, gradients and moments then are; no threads.
         Raises ConfigError for a model that cannot be trained, and for masters that are not this model's;
@@ -94,7 +99,7 @@ class Trainer:
         self.tokenizer_files: dict[str, bytes] = {}  # name -> content, saved beside the masters
         wide = any(master.dtype == np.float64 for master in self.masters.values())
         self.backend = choose_cpu("float64" if wide else "float32") if backend == "auto" else backend
-        self.functions: Any = choose_functions(self.backend, wide)  # crossval puts changed ones here
+        self.functions: Any = choose_functions(self.backend, wide, backward_dtype)  # crossval puts changed ones here
         self._arrays: Any = np
         if self.backend == "cupy":
             self.threads, self._arrays = 1, card_arrays()
@@ -290,8 +295,18 @@ class Here:
         return future
 
 
-def choose_functions(backend: str, wide: bool) -> Any:
+def choose_functions(backend: str, wide: bool, backward_dtype: str = "float32") -> Any:
     """The functions of `ops`, or what stands in for them. wide: for masters of float64."""
+    if backward_dtype not in BACKWARD_DTYPES:
+        message = f"expected one of {', '.join(BACKWARD_DTYPES)}, got {backward_dtype!r}"
+        raise ConfigError(message, field="backward_dtype")
+    functions = _functions_of(backend, wide)
+    if backward_dtype == "float32":
+        return functions
+    return SimpleNamespace(**{**vars(functions), "product": functions.product_bfloat16})
+
+
+def _functions_of(backend: str, wide: bool) -> Any:
     if backend not in BACKENDS:
         raise BackendUnavailable(
             f"no backend trains under the name {backend!r}; there are: auto, {', '.join(BACKENDS)}"

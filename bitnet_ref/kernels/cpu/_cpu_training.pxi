@@ -137,3 +137,34 @@ def adamw(float[::1] w, const float[::1] g, float[::1] m, float[::1] v, double b
     rates.v_scale, rates.eps, rates.keep, rates.step_size = v_scale, eps, keep, step_size
     with nogil:
         chosen.adamw(&w[0], &g[0], &m[0], &v[0], N, &rates)
+
+
+has_bfloat16_product = not bf16_lacks()
+
+
+cdef bf16_operand bf16_operand_of(const float[:, :] x, bint by_rows):
+    """by_rows: its rows are summed over. ValueError where its strides are not those of a matrix or its transpose."""
+    cdef bf16_operand operand
+    cdef Py_ssize_t rows = x.strides[0], columns = x.strides[1], size = sizeof(float)
+    if rows <= 0 or columns <= 0 or rows % size or columns % size or (rows != size and columns != size):
+        raise ValueError(f"bfloat16_product: strides {rows, columns} of a matrix {x.shape[0], x.shape[1]}")
+    operand.data = &x[0, 0]
+    operand.k_stride, operand.n_stride = (rows // size, columns // size) if by_rows else (columns // size, rows // size)
+    return operand
+
+
+def bfloat16_product(const float[:, :] a, const float[:, :] b, float[:, ::1] c, bint add):
+    """c (M, N) = a (M, K) b (K, N), or c + a b, with a and b rounded to bfloat16. Either may be a transposed matrix."""
+    cdef Py_ssize_t M = a.shape[0], K = a.shape[1], N = b.shape[1]
+    if not has_bfloat16_product:
+        raise ValueError("bfloat16_product: this processor has no AVX-512 with BF16")
+    if b.shape[0] != K or c.shape[0] != M or c.shape[1] != N or M == 0 or K == 0 or N == 0:
+        raise ValueError(f"bfloat16_product: a {M, K}, b {b.shape[0], N}, c {c.shape[0], c.shape[1]}")
+    check_aligned(<size_t> &a[0, 0] | <size_t> &b[0, 0] | <size_t> &c[0, 0])
+    cdef bf16_operand rows = bf16_operand_of(a, False), columns = bf16_operand_of(b, True)
+    cdef void *scratch = allocate(bf16_scratch(N), 1)
+    if scratch == NULL:
+        raise MemoryError(f"no memory for a panel of {N} columns")
+    with nogil:
+        bf16_product(rows, columns, M, K, N, add, &c[0, 0], scratch)
+    free(scratch)

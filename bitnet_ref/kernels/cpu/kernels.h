@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include "bfloat16_avx512.h"
 #include "dense_amx.h"
 #include "dense_avx512.h"
 #include "greedy.h"
