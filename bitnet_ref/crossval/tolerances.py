@@ -179,6 +179,9 @@ GRADIENTS: dict[str, EngineTolerance] = {
         1e-2, "int8 activations that flip move some gradients by up to 4e-3, measured against torch"
     ),
 }
+BFLOAT16_GRADIENTS = EngineTolerance(
+    2**-6, "what every product rounds by up to 2^-9 is measured 5e-3 two layers below, on any backend"
+)
 
 # -- what a rounding flip may do ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from ..training.network import Masters, master_shapes
 from ..training.optimizer import global_norm
 from ..training.trainer import BACKENDS as TRAINING_BACKENDS
 from ..training.trainer import to_host
-from .tolerances import GRADIENTS
+from .tolerances import BFLOAT16_GRADIENTS, GRADIENTS
 
 __all__ = ["TRAINING_BACKENDS", "check_training", "small_models"]
 
@@ -46,9 +46,12 @@ def check_training(backend: str, config: ModelConfig) -> tuple[int, str | None, 
             errors.append(error)
             problem, error = _check_adapter(backend, small, masters, tokens)
             problem = problem and f"an adapter: {problem}"
+        if not problem:
+            errors.append(error)
+            problem = _check_bfloat16(backend, small, masters, tokens)
+            problem = problem and f"products of bfloat16: {problem}"
         if problem:
             return count, problem, ""
-        errors.append(error)
     if backend == "numpy":
         return count, None, f"the loss's slope within {max(errors):.1e}"
     return count, None, f"gradients within {max(errors):.1e} of NumPy's"
@@ -75,6 +78,14 @@ def _check(backend: str, config: ModelConfig, masters: Masters, tokens: Array) -
     return (problem, error) if problem else (_updates(ours, theirs, ours.loss_and_gradients(tokens)[1]), error)
 
 
+def _check_bfloat16(backend: str, config: ModelConfig, masters: Masters, tokens: Array) -> str | None:
+    """Gradients by products of bfloat16 against NumPy's of float32.   -> the problem"""
+    narrow = {name: w.astype(np.float32) for name, w in masters.items()}
+    ours = Trainer(config, narrow, backend="numpy")
+    theirs = Trainer(config, narrow, backend=backend, backward_dtype="bfloat16")
+    return _compare(ours, theirs, tokens, BFLOAT16_GRADIENTS.relative_l2)[0]
+
+
 def _check_adapter(backend: str, config: ModelConfig, masters: Masters, tokens: Array) -> tuple[str | None, float]:
     """The gradients of an adapter's factors: `_check` of these, with the masters as the model below."""
     if backend == "cupy":
@@ -94,18 +105,22 @@ def _check_adapter(backend: str, config: ModelConfig, masters: Masters, tokens: 
     return _compare(trainer("numpy", np.float32, 1.0), trainer(backend, np.float32, 1.0), tokens)
 
 
-def _compare(ours: Trainer, theirs: Trainer, tokens: Array) -> tuple[str | None, float]:
-    """Loss and gradients.   -> the problem or None, the largest relative error"""
+def _compare(ours: Trainer, theirs: Trainer, tokens: Array, most: float | None = None) -> tuple[str | None, float]:
+    """Loss and gradients.   -> the problem or None, the largest relative error
+
+    most: the distance of gradients that is allowed, in the place of the table's.
+    """
     config, backend = ours.config, theirs.backend
     (loss, gradients), (their_loss, their_gradients) = (t.loss_and_gradients(tokens) for t in (ours, theirs))
     limit = GRADIENTS["dense" if config.quantization is None or backend == "cython" else "ternary"].relative_l2
+    most = limit if most is None else most
     distances = {
         n: float(np.linalg.norm(to_host(their_gradients[n]) - g) / np.linalg.norm(g)) for n, g in gradients.items()
     }
     worst = max(distances, key=lambda name: distances[name])
     if not abs(their_loss - loss) <= limit * loss:
         return f"the loss is {their_loss}, NumPy's {loss}", 0.0
-    if not distances[worst] <= limit:
+    if not distances[worst] <= most:
         return f"the gradient of {worst} is {distances[worst]:.1e} from NumPy's", 0.0
     return None, distances[worst]
 

@@ -27,7 +27,7 @@ BLOCK_K = 16  # columns in a block of that layout
 
 @dataclass(frozen=True, eq=False)
 class PackedLinear(ops.StepLinear):
-    """`values` are W_q = w_t s here; the ternary values are packed, for the kernels."""
+    """The ternary values are packed too, for the kernels."""
 
     panels: tuple[Any, ...] = ()  # _cpu.Panels of each linear; () for a dense or mixed weight
 
@@ -36,7 +36,7 @@ class PackedLinear(ops.StepLinear):
         if mix < 1:
             return super().quantize(masters, mix)
         sizes, columns = tuple(map(len, masters)), masters[0].shape[1]
-        values, panels = np.empty((sum(sizes), columns), dtype=np.float32), []
+        values, scales, panels = np.empty((sum(sizes), columns), dtype=np.float32), [], []
         kernel_set = _kernel_set()
         for w, part in zip(masters, np.split(values, np.cumsum(sizes)[:-1]), strict=True):
             scale = quantization.absmean_scale(w)
@@ -46,7 +46,8 @@ class PackedLinear(ops.StepLinear):
             in_panels, layout = np.empty(shape, dtype=np.uint8), layout_number(LAYOUT)
             _cpu.pack_panels(packed, in_panels, 1, layout)
             panels.append(_cpu.Panels(in_panels, len(w), columns, scale, None, layout))
-        return cls(values, None, sizes, 1.0, tuple(panels))
+            scales.append(np.full(len(w), scale, dtype=np.float32))
+        return cls(values, np.concatenate(scales), sizes, 1.0, tuple(panels))
 
 
 def _kernel_set() -> int:
@@ -87,17 +88,18 @@ class Compiled:
     ) -> tuple[Gradient, list[Gradient]]:
         """Part by part: gradients of several linears are never copied into one array."""
         x, parts = self._rescaled(saved), w.split(w.values, 0)
-        dx = product(dys[0], parts[0])
-        for dy, part in zip(dys[1:], parts[1:], strict=True):
+        scaled = dys if w.scales is None else [dy * s for dy, s in zip(dys, w.split(w.scales, 0), strict=True)]
+        dx = product(scaled[0], parts[0])
+        for dy, part in zip(scaled[1:], parts[1:], strict=True):
             dx += product(dy, part)
         return dx, [product(dy.T, x) for dy in dys]
 
     def product_bfloat16(self, a: Floats, b: Floats) -> Gradient:
         """By the processor's products of bfloat16, where it has them; else rounded, and by BLAS."""
-        if not _cpu.has_bfloat16_product or "avx512" not in list(simd_variants())[: self.kernel_set + 1]:
+        if not _cpu.has_bfloat16_product(self.kernel_set):
             return ops.product_bfloat16(a, b)
         c = np.empty((len(a), b.shape[1]), dtype=np.float32)
-        _cpu.bfloat16_product(a, b, c, False)
+        _cpu.bfloat16_product(a, b, c, self.kernel_set)
         return c
 
     def _rescaled(self, saved: LinearInput) -> Floats:

@@ -60,7 +60,7 @@ def product_bfloat16(a: Floats, b: Floats) -> Gradient:
 
 def round_bfloat16(x: Floats) -> Floats:
     """The nearest number of 8 significant bits, half to even, in x's dtype."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    bits = x.astype(np.float32, copy=False).view(np.uint32)
     bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
     rounded: Floats = bits.view(np.float32).astype(x.dtype, copy=False)
     return rounded

@@ -454,6 +454,7 @@ class TrainingRun:
                     raise FormatError(message, path=path, field="content_hash")
             ours = json.loads(json.dumps(self._identity()))
             identity.setdefault("optimizer", "adamw")  # as of version 0.1
+            identity.setdefault("backward_dtype", "float32")  # as before it was a setting
             if "corpus" not in identity:  # of version 0.1
                 message = f"{path}: the checkpoint does not say of which texts it is; they must be the same"
                 warnings.warn(message, ConfigWarning, stacklevel=2)

@@ -246,7 +246,7 @@ static void check_training(const kernel_set *set, size_t n) {
     set->relu2_backward(dy, x, w, n, a, a2), plain->relu2_backward(dy, x, w, n, b, b2);
     must_equal(set, "relu2_backward", a, b, n * sizeof *a, n, 0, 0);
     must_equal(set, "relu2_backward", a2, b2, n * sizeof *a2, n, 1, 0);
-    set->ternarize(x, n, 1.7f, 0.6f, c, a), plain->ternarize(x, n, 1.7f, 0.6f, e, b);
+    set->ternarize(x, n, 1.7f, c, a), plain->ternarize(x, n, 1.7f, e, b);
     must_equal(set, "ternarize", a, b, n * sizeof *a, n, 0, 0);
     must_equal(set, "ternarize", c, e, n, n, 1, 0);
     set->rescale((int8_t *)c, n, 1.7f, a), plain->rescale((int8_t *)c, n, 1.7f, b);
@@ -262,6 +262,19 @@ static void check_training(const kernel_set *set, size_t n) {
 }
 
 /* A half, written out: its definition */
+/* Products of bfloat16: of matrices and transposed ones, within the rounding of float32 sums */
+static void check_bfloat16_product(size_t M, size_t K, size_t N, int a_by_k, int b_by_k) {
+    float *a = random_floats(M * K), *b = random_floats(K * N), *c = allocate(M * N * sizeof *c), *d = allocate(M * N * sizeof *d);
+    void *scratch = allocate(bf16_scratch(N));
+    const bf16_operand rows = {a, a_by_k ? M : 1, a_by_k ? 1 : K}, columns = {b, b_by_k ? N : 1, b_by_k ? 1 : K};
+    for (size_t i = 0; i < M * N; i++) c[i] = NAN;
+    bf16_product_avx512(rows, columns, M, K, N, c, scratch);
+    bf16_product_plain(rows, columns, M, K, N, d, scratch);
+    for (size_t i = 0; i < M * N; i++)
+        if (!(fabsf(c[i] - d[i]) <= 2e-6f * 4 * (float)K)) fail(&KERNEL_SETS[0], "bfloat16_product", M, K, N);
+    free(a), free(b), free(c), free(d), free(scratch);
+}
+
 static float half_value(uint16_t half) {
     const int exponent = half >> 10 & 31, fraction = half & 1023;
     const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
@@ -771,6 +784,8 @@ static void check_ruled(const kernel_set *set, int form, size_t units, size_t ro
 int main(int argc, char **argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 100;
     check_halves();
+    for (int round = 0; round < rounds && has_avx512_bf16(); round++)
+        check_bfloat16_product(between(1, 200), between(1, round % 4 ? 100 : 600), between(1, 200), round & 1, round / 2 & 1);
     for (size_t i = 0; i < N_KERNEL_SETS; i++) {
         const kernel_set *set = &KERNEL_SETS[i];
         if (kernel_set_lacks(i)) {

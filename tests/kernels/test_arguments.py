@@ -152,6 +152,8 @@ def good_calls():
         },
         "rescale": {"x_q": int8, "x_quant_scale": floats(M, 1), "x": floats(M, K), "kernels": 0},
         "sum_of_squares": {"x": floats(K), "kernels": 0},
+        "bfloat16_product": {"a": floats(M, K), "b": floats(K, N), "c": floats(M, N), "kernels": 0},
+        "has_bfloat16_product": {"kernels": 0},
         "adamw": {
             "w": floats(K), "g": floats(K), "m": floats(K), "v": floats(K), "b1": 0.9, "b2": 0.95, "v_scale": 0.3,
             "eps": 1e-8, "keep": 0.999, "step_size": 0.01, "kernels": 0,
@@ -238,7 +240,7 @@ FREE_SIZES = {
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
     "facts", "lower", "upper", "tokens", "states", "dx", "d_weight", "scores", "pattern", "d_scores",
-    "d_gate", "d_up", "t", "normed",
+    "d_gate", "d_up", "t", "normed", "c",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",

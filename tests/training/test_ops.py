@@ -57,6 +57,29 @@ def test_dense_linear():
     assert_close(np.concatenate(dws), numeric(lambda w: x @ w.T, w, dy))
 
 
+def test_bfloat16_is_the_nearest_of_eight_bits():
+    values = [1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 0.0, 127.0, -128.0]
+    expected = [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, -1.0, 0.0, 127.0, -128.0]
+    rounded = ops.round_bfloat16(np.array(values))
+    assert rounded.dtype == np.float64
+    np.testing.assert_array_equal(rounded, expected)
+    x = rng(4).standard_normal(1000).astype(np.float32)
+    assert 2**-10 < (np.abs(ops.round_bfloat16(x) - x) / np.abs(x)).max() <= 2**-8
+    np.testing.assert_array_equal(ops.round_bfloat16(ops.round_bfloat16(x)), ops.round_bfloat16(x))
+
+
+def test_a_gradient_by_products_of_bfloat16():
+    """Ternary values are exact in it, gradients are rounded, and only these."""
+    x, w, dy = rng(1).standard_normal((4, 8)), rng(2).standard_normal((3, 8)), rng(3).standard_normal((4, 3))
+    weight = StepLinear.quantize([w[:1], w[1:]])
+    _, saved = ops.linear(x, weight)
+    dx, dws = ops.linear_backward([dy[:, :1], dy[:, 1:]], saved, weight, ops.product_bfloat16)
+    assert weight.scales is not None and saved.x_quant_scale is not None
+    assert_close(dx, ops.round_bfloat16(dy * weight.scales) @ weight.values)
+    rescaled = ops.round_bfloat16(saved.x / saved.x_quant_scale)
+    assert_close(np.concatenate(dws), ops.round_bfloat16(dy).T @ rescaled)
+
+
 @pytest.mark.parametrize("mix", [1.0, 0.25])
 def test_straight_through(mix):
     """dX = dY W_q and dW = dY^T X_q with the values that the forward pass multiplied."""

@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import DATA, rng
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
 from bitnet_ref import families
+from bitnet_ref.crossval.tolerances import BFLOAT16_GRADIENTS
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
 from bitnet_ref.training import Schedule, Trainer, ops
 from bitnet_ref.training.distil import Distillation
@@ -255,6 +258,48 @@ def test_training_learns(bitnet):
     tokens = np.tile(np.arange(8), (4, 4))
     losses = [bitnet.step(tokens) for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_products_of_bfloat16(bitnet, optimizer):
+    """Losses stay as they are, gradients move by the rounding, and a step learns as much."""
+    tokens = np.tile(np.arange(8), (4, 4))
+    options = {"lr": 1e-2, "backend": bitnet.backend, "optimizer": optimizer}
+    exact, rounded = (
+        Trainer(bitnet.config, bitnet.masters, backward_dtype=name, **options) for name in ("float32", "bfloat16")
+    )
+    (loss, gradients), (same_loss, near) = (t.loss_and_gradients(tokens) for t in (exact, rounded))
+    assert loss == same_loss
+    for name, gradient in gradients.items():
+        distance = np.linalg.norm(near[name] - gradient) / np.linalg.norm(gradient)
+        assert 1e-5 < distance < BFLOAT16_GRADIENTS.relative_l2, name
+    losses = [[trainer.step(tokens) for _ in range(15)][-1] for trainer in (exact, rounded)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    assert losses[1] < 0.8 * loss
+
+
+def test_a_backward_dtype_that_there_is_not(bitnet):
+    with pytest.raises(ConfigError, match="backward_dtype: expected one of float32, bfloat16, got 'float16'"):
+        Trainer(bitnet.config, bitnet.masters, backward_dtype="float16")
+
+
+@pytest.mark.skipif(bool(bitnet_ref.available_backends()["cython"]), reason="the extension is not built")
+@given(st.integers(1, 70), st.integers(1, 300), st.integers(1, 70), st.booleans(), st.booleans(), st.data())
+def test_the_compiled_product_of_bfloat16(m, k, n, a_by_k, b_by_k, data):
+    """Of matrices and of transposed ones, on every kernel set: NumPy's but for the order of float32 sums."""
+    from bitnet_ref.backends.cpu.extension import _cpu, simd_variants
+
+    dice = rng(data.draw(st.integers(0, 9)))
+    a = dice.standard_normal((k, m) if a_by_k else (m, k)).astype(np.float32)
+    b = dice.standard_normal((k, n) if b_by_k else (n, k)).astype(np.float32)
+    a, b = (a.T if a_by_k else a), (b if b_by_k else b.T)
+    expected = ops.product_bfloat16(a.astype(np.float64), b.astype(np.float64))
+    sizes = np.abs(a).astype(np.float64) @ np.abs(b)
+    for number, lacks in enumerate(simd_variants().values()):
+        if lacks is None:
+            c = np.full((m, n), np.nan, np.float32)
+            _cpu.bfloat16_product(a, b, c, number)
+            assert (np.abs(c - expected) <= 2e-6 * sizes).all()
 
 
 @pytest.mark.parametrize("shape", [(6, 16), (16, 6), (8, 8)])

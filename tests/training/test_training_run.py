@@ -109,9 +109,12 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize(("after", "optimizer"), [(1, "adamw"), (5, "adamw"), (11, "adamw"), (5, "muon")])
-def test_resuming_gives_the_same_bits(after, optimizer, config, tmp_path):
-    config.write_text(config.read_text() + f'optimizer = "{optimizer}"\n')
+@pytest.mark.parametrize(
+    ("after", "optimizer", "dtype"),
+    [(1, "adamw", "float32"), (5, "adamw", "float32"), (11, "adamw", "float32"), (5, "muon", "bfloat16")],
+)
+def test_resuming_gives_the_same_bits(after, optimizer, dtype, config, tmp_path):
+    config.write_text(config.read_text() + f'optimizer = "{optimizer}"\nbackward_dtype = "{dtype}"\n')
     start(config, tmp_path / "whole").run()
 
     def stop(row):
@@ -534,9 +537,10 @@ def test_a_checkpoint_of_another_run(config, tmp_path):
     config.write_text(text.replace("intermediate_size = 32", "intermediate_size = 48"))
     with pytest.raises(FormatError, match=r"of another run: intermediate_size 32, here 48, batch 3, here 2$"):
         start(config, tmp_path / "run", resume=True)
-    config.write_text(text.replace("batch = 2", 'batch = 3\noptimizer = "muon"'))
-    with pytest.raises(FormatError, match=r"of another run: optimizer adamw, here muon$"):
-        start(config, tmp_path / "run", resume=True)
+    for name, value, was in (("optimizer", "muon", "adamw"), ("backward_dtype", "bfloat16", "float32")):
+        config.write_text(text.replace("batch = 2", f'batch = 3\n{name} = "{value}"'))
+        with pytest.raises(FormatError, match=rf"of another run: {name} {was}, here {value}$"):
+            start(config, tmp_path / "run", resume=True)
     for setting, value in (("temperature", "5.0, here 4.0"), ("mix_steps", "0, here 5")):
         config.write_text(text.replace("batch = 2", f"batch = 3\n{setting} = {value.split()[-1]}"))
         with pytest.raises(FormatError, match=rf"of another run: {setting} {value}$"):

@@ -58,8 +58,9 @@ cdef extern from "kernels.h" nogil:
     const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES, LIST_SLACK
     uint32_t pack_plane_row(const uint8_t *plane, size_t K, uint8_t *packed, size_t quarter_bytes)
     size_t bf16_scratch(size_t N)
-    void bf16_product(bf16_operand, bf16_operand, size_t M, size_t K, size_t N, int add, float *c, void *scratch)
-    int bf16_lacks()
+    void bf16_product_plain(bf16_operand, bf16_operand, size_t M, size_t K, size_t N, float *c, void *scratch)
+    void bf16_product_avx512(bf16_operand, bf16_operand, size_t M, size_t K, size_t N, float *c, void *scratch)
+    int has_avx512_bf16()
     void pack_row_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t n_vectors, uint8_t *strips)
     void pack_column_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t b, size_t count, size_t n_vectors,
                             uint8_t *strips)

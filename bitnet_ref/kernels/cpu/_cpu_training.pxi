@@ -80,7 +80,7 @@ def relu2_backward(const float[:, ::1] dy, const float[:, ::1] gate, const float
 
 def ternarize(const float[:, ::1] w, float w_dequant_scale, uint8_t[:, ::1] packed, float[:, ::1] values,
               Py_ssize_t kernels):
-    """w (N, K) -> packed (N, ceil(K/4)) by quantization.pack_ternary, and values (N, K) = w_t * w_dequant_scale."""
+    """w (N, K) -> packed (N, ceil(K/4)) by quantization.pack_ternary, and values (N, K) = w_t."""
     cdef Py_ssize_t N = w.shape[0], K = w.shape[1], row_bytes = packed.shape[1], n, j
     cdef const kernel_set *chosen = check_set(kernels)
     if packed.shape[0] != N or row_bytes != (K + 3) // 4 or values.shape[0] != N or values.shape[1] != K or N == 0 or K == 0:
@@ -92,7 +92,7 @@ def ternarize(const float[:, ::1] w, float w_dequant_scale, uint8_t[:, ::1] pack
     with nogil:
         memset(codes, 1, 4 * row_bytes)  # the padding of a row is zero weights
         for n in range(N):
-            chosen.ternarize(&w[n, 0], K, 1 / w_dequant_scale, w_dequant_scale, codes, &values[n, 0])
+            chosen.ternarize(&w[n, 0], K, 1 / w_dequant_scale, codes, &values[n, 0])
             for j in range(row_bytes):
                 packed[n, j] = codes[4 * j] | codes[4 * j + 1] << 2 | codes[4 * j + 2] << 4 | codes[4 * j + 3] << 6
     free(codes)
@@ -139,9 +139,6 @@ def adamw(float[::1] w, const float[::1] g, float[::1] m, float[::1] v, double b
         chosen.adamw(&w[0], &g[0], &m[0], &v[0], N, &rates)
 
 
-has_bfloat16_product = not bf16_lacks()
-
-
 cdef bf16_operand bf16_operand_of(const float[:, :] x, bint by_rows):
     """by_rows: its rows are summed over. ValueError where its strides are not those of a matrix or its transpose."""
     cdef bf16_operand operand
@@ -153,18 +150,32 @@ cdef bf16_operand bf16_operand_of(const float[:, :] x, bint by_rows):
     return operand
 
 
-def bfloat16_product(const float[:, :] a, const float[:, :] b, float[:, ::1] c, bint add):
-    """c (M, N) = a (M, K) b (K, N), or c + a b, with a and b rounded to bfloat16. Either may be a transposed matrix."""
+cdef bint multiplies_bfloat16(Py_ssize_t kernels):
+    """Whether the kernel set has this processor's products of bfloat16: sets with AVX-512 do not imply them."""
+    return KERNEL_SETS[kernels].name in (b"avx512", b"amx") and has_avx512_bf16()
+
+
+def has_bfloat16_product(Py_ssize_t kernels):
+    """Whether `bfloat16_product` is faster than BLAS in float32."""
+    check_set(kernels)
+    return multiplies_bfloat16(kernels)
+
+
+def bfloat16_product(const float[:, :] a, const float[:, :] b, float[:, ::1] c, Py_ssize_t kernels):
+    """c (M, N) = a (M, K) b (K, N), with a and b rounded to bfloat16. Either may be a transposed matrix."""
     cdef Py_ssize_t M = a.shape[0], K = a.shape[1], N = b.shape[1]
-    if not has_bfloat16_product:
-        raise ValueError("bfloat16_product: this processor has no AVX-512 with BF16")
+    check_set(kernels)
     if b.shape[0] != K or c.shape[0] != M or c.shape[1] != N or M == 0 or K == 0 or N == 0:
         raise ValueError(f"bfloat16_product: a {M, K}, b {b.shape[0], N}, c {c.shape[0], c.shape[1]}")
     check_aligned(<size_t> &a[0, 0] | <size_t> &b[0, 0] | <size_t> &c[0, 0])
     cdef bf16_operand rows = bf16_operand_of(a, False), columns = bf16_operand_of(b, True)
+    cdef bint fast = multiplies_bfloat16(kernels)
     cdef void *scratch = allocate(bf16_scratch(N), 1)
     if scratch == NULL:
         raise MemoryError(f"no memory for a panel of {N} columns")
     with nogil:
-        bf16_product(rows, columns, M, K, N, add, &c[0, 0], scratch)
+        if fast:
+            bf16_product_avx512(rows, columns, M, K, N, &c[0, 0], scratch)
+        else:
+            bf16_product_plain(rows, columns, M, K, N, &c[0, 0], scratch)
     free(scratch)

@@ -1,5 +1,5 @@
 /* C = A B with both operands rounded to bfloat16 and sums in float32, by AVX-512's vdpbf16ps: for gradients
- * (training/compiled.py). Plain version: training/ops.py, `product_bfloat16`.
+ * (training/compiled.py). Plain versions: `bf16_product_plain`; training/ops.py, `product_bfloat16`.
  *
  * The instruction multiplies pairs, so a word holds two numbers of one column that follow each other. Operands are packed
  * in panels: line p of a panel has the pairs (2p, 2p + 1) of 64 columns of B, or of 16 rows of A. Four rows of A times 64
@@ -12,8 +12,10 @@
 #ifndef BITNET_REF_BFLOAT16_AVX512_H
 #define BITNET_REF_BFLOAT16_AVX512_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 /* a matrix of floats of which either stride may be 1 */
 typedef struct {
@@ -25,6 +27,27 @@ enum { BF16_K = 256, BF16_ROWS = 128 /* of A, packed at a time */, BF16_A = 16, 
 
 static inline size_t bf16_panel_bytes(size_t n, size_t width) { return (n + width - 1) / width * width * (BF16_K / 2) * 4; }
 static inline size_t bf16_scratch(size_t N) { return bf16_panel_bytes(N, BF16_B) + bf16_panel_bytes(BF16_ROWS, BF16_A); }
+
+/* the nearest number of 8 significant bits, half to even */
+static inline float bf16_round(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    if (!isnan(x)) memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* C (M, N) = A B, each sum from the first product to the last */
+static void bf16_product_plain(bf16_operand a, bf16_operand b, size_t M, size_t K, size_t N, float *c, void *scratch) {
+    (void)scratch;
+    for (size_t m = 0; m < M; m++) {
+        for (size_t n = 0; n < N; n++) c[m * N + n] = 0;
+        for (size_t k = 0; k < K; k++) {
+            const float by = bf16_round(a.data[m * a.n_stride + k * a.k_stride]);
+            for (size_t n = 0; n < N; n++) c[m * N + n] += by * bf16_round(b.data[k * b.k_stride + n * b.n_stride]);
+        }
+    }
+}
 
 /* compilers that know the instruction */
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10)
@@ -112,11 +135,11 @@ BF16_INLINE void bf16_block(const uint32_t *a, const uint32_t *b, size_t pairs, 
 #undef BF16_EACH
 }
 
-/* C (M, N) = A B, or C + A B; scratch: bf16_scratch(N) bytes */
-BF16_TARGET static void bf16_product(bf16_operand a, bf16_operand b, size_t M, size_t K, size_t N, int add, float *c,
-                                     void *scratch) {
+/* C (M, N) = A B; scratch: bf16_scratch(N) bytes */
+BF16_TARGET static void bf16_product_avx512(bf16_operand a, bf16_operand b, size_t M, size_t K, size_t N, float *c,
+                                            void *scratch) {
     uint32_t *columns = scratch, *rows = columns + bf16_panel_bytes(N, BF16_B) / 4;
-    for (size_t k = 0; k < K; k += BF16_K, add = 1) {
+    for (size_t k = 0; k < K; k += BF16_K) {
         const size_t here = K - k < BF16_K ? K - k : BF16_K, pairs = (here + 1) / 2;
         const bf16_operand b_here = {b.data + k * b.k_stride, b.k_stride, b.n_stride};
         bf16_pack(b_here, here, N, BF16_B, columns);
@@ -128,6 +151,7 @@ BF16_TARGET static void bf16_product(bf16_operand a, bf16_operand b, size_t M, s
                 for (size_t m = 0; m < count; m += 4) {
                     const uint32_t *row = rows + m / BF16_A * pairs * BF16_A + m % BF16_A, *column = columns + n * pairs;
                     float *to = c + (first + m) * N + n;
+                    const int add = k > 0;
                     switch (count - m) {
                         case 1: bf16_block(row, column, pairs, N - n, add, to, N, 1); break;
                         case 2: bf16_block(row, column, pairs, N - n, add, to, N, 2); break;
@@ -139,15 +163,13 @@ BF16_TARGET static void bf16_product(bf16_operand a, bf16_operand b, size_t M, s
     }
 }
 
-static int bf16_lacks(void) {
+static int has_avx512_bf16(void) {
     __builtin_cpu_init();
-    return !(__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"));
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 }
 #else
-static void bf16_product(bf16_operand a, bf16_operand b, size_t M, size_t K, size_t N, int add, float *c, void *scratch) {
-    (void)a, (void)b, (void)M, (void)K, (void)N, (void)add, (void)c, (void)scratch;
-}
-static int bf16_lacks(void) { return 1; }
+#define bf16_product_avx512 bf16_product_plain
+static int has_avx512_bf16(void) { return 0; }
 #endif
 
 #endif

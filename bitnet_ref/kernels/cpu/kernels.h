@@ -112,7 +112,7 @@ typedef struct {
     void (*softmax_row)(double *, size_t, double, float *);
     void (*softmax_backward)(float *, const float *, size_t, float);
     void (*relu2_backward)(const float *, const float *, const float *, size_t, float *, float *);
-    void (*ternarize)(const float *, size_t, float, float, uint8_t *, float *);
+    void (*ternarize)(const float *, size_t, float, uint8_t *, float *);
     void (*rescale)(const int8_t *, size_t, float, float *);
     double (*sum_of_squares)(const float *, size_t);
     void (*adamw)(float *, const float *, float *, float *, size_t, const adamw_rates *);

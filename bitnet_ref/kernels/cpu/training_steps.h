@@ -57,9 +57,8 @@ STEP_TARGET static void STEP(relu2_backward)(const float *dy, const float *gate,
     }
 }
 
-/* w (n) -> codes (n), w_t + 1 with w_t = clip(round(w inverse), -1, 1), and values (n) = w_t scale */
-STEP_TARGET static void STEP(ternarize)(const float *w, size_t n, float inverse, float scale, uint8_t *codes,
-                                        float *values) {
+/* w (n) -> codes (n), w_t + 1 with w_t = clip(round(w inverse), -1, 1), and values (n) = w_t */
+STEP_TARGET static void STEP(ternarize)(const float *w, size_t n, float inverse, uint8_t *codes, float *values) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest integer, half to even */
     for (size_t i = 0; i < n; i++) {
         float x = w[i] * inverse;
@@ -67,7 +66,7 @@ STEP_TARGET static void STEP(ternarize)(const float *w, size_t n, float inverse,
         x = x > 1 ? 1 : x;
         const float rounded = x + magic;
         codes[i] = (uint8_t)(float_bits(rounded) + 1);
-        values[i] = (rounded - magic) * scale;
+        values[i] = rounded - magic;
     }
 }
 
