@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -68,10 +69,16 @@ def cli() -> None:
     """
 
 
+def show_warning(message: Warning | str, *_: object) -> None:
+    """A warning's words on stderr: Python would add a path and a line of this package."""
+    click.echo(f"Warning: {message}", err=True)
+
+
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     with QuietStart(), ending_signals():  # quiet until the second has said what Ctrl-C does
         prepare_streams()
+        warnings.showwarning = show_warning
         try:
             cli.main(args, prog_name="bitnet-ref")
         except OSError as error:  # of --help and --version, which come before any command

@@ -277,3 +277,13 @@ def test_wrong_usage_says_what_to_write(tmp_path):
         result = invoke(*words)
         assert result.exit_code == code
         assert result.stderr.rstrip().endswith(message), result.stderr
+
+
+def test_a_warning_is_one_line_without_a_place_in_python(tmp_path):
+    folder = write_checkpoint(tmp_path / "odd", {**BITNET, "sparkle": 3})
+    command = ("generate", "1 2", "--raw-ids", "--model", folder, "--max-tokens", 1, *FAST)
+    running = process(*command, stdout=subprocess.PIPE)
+    lines = running.communicate()[1].decode().splitlines()
+    assert running.returncode == 0, lines
+    assert lines[0].startswith(f"Warning: {folder / 'config.json'}: sparkle: ignored")
+    assert not any(".py" in line or "warnings.warn" in line for line in lines)
