@@ -15,7 +15,18 @@ import benchmark_scripts
 import click
 import pytest
 from bench_runs import SMALL, TINY, assert_positive
-from benchmark_scripts import FOLDER, adapters, ceilings, first_token, gate_zeros, models, serve, servers, tokenizer
+from benchmark_scripts import (
+    FOLDER,
+    adapters,
+    ceilings,
+    first_token,
+    gate_zeros,
+    models,
+    serve,
+    servers,
+    tokenizer,
+    train_steps,
+)
 from click.testing import CliRunner
 from helpers import DATA, GOLDEN, model
 
@@ -23,7 +34,7 @@ from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend, loaded
 from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.benchmark.serve import Load
-from bitnet_ref.errors import BackendError, ConfigError, ShapeError
+from bitnet_ref.errors import BackendError, ConfigError, NumericsError, ShapeError
 from bitnet_ref.families.lora import select_adapters
 from bitnet_ref.formats.open import ASSETS, find_model
 from bitnet_ref.serving import Engine, EngineConfig
@@ -93,6 +104,26 @@ def test_a_command_runs_as_a_program():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "--texts" in done.stderr
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_train_steps(optimizer):
+    """Every trainer is timed, after each has given the same loss; one with another loss is refused."""
+    options = ("--optimizer", optimizer, "--batch", 2, "--context", 8, "--rounds", 1)
+    trainers = invoke_json(train_steps, *options)["trainers"]
+    assert {each["trainer"] for each in trainers} >= {"numpy, float32"}
+    for each in trainers:
+        assert 8 < each["first_loss"] < 8.6
+        assert min(each["tokens_per_s"], each["processor_s"]) > 0
+
+
+def test_a_trainer_with_another_loss(monkeypatch):
+    monkeypatch.setattr(train_steps, "trainers", lambda *_: {"numpy, float32": lambda _: 8.0, "odd": lambda _: 8.1})
+    with pytest.raises(NumericsError, match=r"the first loss of odd is 8\.1, NumPy's 8\.0"):
+        train_steps.measure("adamw", 1, 8, 1)
 
 
 # -- the start ---------------------------------------------------------------------------------------------------------

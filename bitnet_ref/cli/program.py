@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -69,7 +69,7 @@ def cli() -> None:
     """
 
 
-def show_warning(message: Warning | str, *_: object) -> None:
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """A warning's words on stderr: Python would add a path and a line of this package."""
     click.echo(f"Warning: {message}", err=True)
 

@@ -418,7 +418,9 @@ class TrainingRun:
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
         settings = self.settings
-        data: dict[str, Any] = {key: getattr(settings, key) for key in ("batch", "context", "seed", "optimizer", "backward_dtype")}
+        data: dict[str, Any] = {
+            key: getattr(settings, key) for key in ("batch", "context", "seed", "optimizer", "backward_dtype")
+        }
         data["tokens"] = len(self.train)
         data["loss"] = {key: getattr(settings, key) for key in LOSS}
         hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}

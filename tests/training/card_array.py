@@ -21,8 +21,9 @@ FUNCTIONS = (
     "flatnonzero",
 )  # fmt: skip
 UFUNCS = (
-    "absolute", "add", "bitwise_and", "bitwise_or", "divide", "exp", "greater", "greater_equal", "invert", "isfinite", "less_equal",
-    "log", "matmul", "maximum", "multiply", "negative", "power", "right_shift", "rint", "sqrt", "square", "subtract", "tanh",
+    "absolute", "add", "bitwise_and", "bitwise_or", "divide", "exp", "greater", "greater_equal", "invert", "isfinite",
+    "less_equal", "log", "matmul", "maximum", "multiply", "negative", "power", "right_shift", "rint", "sqrt",
+    "square", "subtract", "tanh",
 )  # fmt: skip
 METHODS = {  # arguments from cupy/_core/core.pyx: compiled methods tell no signature
     "all": ["axis", "out", "keepdims"],
