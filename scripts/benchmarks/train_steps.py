@@ -91,12 +91,13 @@ def torch_step(torch: Any, network: Any, dtype: str) -> Step:
     def step(tokens: Array) -> float:
         ids = torch.from_numpy(tokens)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = network(input_ids=ids[:, :-1], labels=ids[:, 1:], shift_labels=ids[:, 1:]).loss
+            logits = network(input_ids=ids[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
