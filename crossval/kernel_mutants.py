@@ -135,7 +135,7 @@ PLACES = {
         x = x < -1 ? ⟦-1 → 0⟧ : x;
         x = x > 1 ? ⟦1 → 0⟧ : x;
         (uint8_t)(float_bits(rounded) + ⟦1 → 2⟧);
-        values[i] = (rounded - magic) * ⟦scale → -scale⟧;
+        values[i] = ⟦rounded - magic → magic - rounded⟧;
         (float)⟦x_q[i] → x_q[0]⟧ / x_quant_scale;
         (float)x_q[i] / ⟦x_quant_scale → 127⟧;
         m[i] * ⟦r.b1 → r.b2⟧ + g[i]
@@ -147,6 +147,18 @@ PLACES = {
         / r.v_scale + ⟦r.eps → 1⟧;
         w[i] * ⟦r.keep → 1⟧ - m[i]
         - m[i] * ⟦r.step_size → -r.step_size⟧ / denominator;""",
+    "bfloat16_avx512.h": r"""
+        data = x.data + (⟦first + i → first⟧) * x.n_stride;
+        _mm512_maskz_loadu_ps(⟦2 * p + 1 < K ? here : 0 → 0⟧, low
+        row = data + ⟦j → 0⟧ * x.n_stride + 2 * p;
+        lines; j++) _mm512_storeu_si512(out + (⟦p + j → j⟧) * width
+        _mm512_dpbf16_ps(sum[i][j], columns[j], ⟦row → columns[0]⟧);
+        b_here = {b.data + ⟦k * b.k_stride → 0⟧,
+        a_here = {a.data + k * a.k_stride + ⟦first * a.n_stride → 0⟧,
+        pairs * BF16_A + ⟦m % BF16_A → 0⟧,
+        *column = columns + ⟦n * pairs → 0⟧;
+        *to = c + (⟦first + m → m⟧) * N + n;
+        const int add = ⟦k > 0 → 0⟧;""",
     "kv_cache.h": r"""
         offset = ⟦kv->first + keys.from - page * kv->page_size → 0⟧;
         row = (size_t)kv->pages[⟦page → 0⟧]
@@ -369,9 +381,9 @@ PLACES = {
         chosen.softmax_backward(&d_scores[⟦h → 0⟧, q, 0], &pattern
         &pattern[h, ⟦q → 0⟧, 0], K, scale)
         &up[0, 0], ⟦M * F → F⟧, &d_gate
-        K, ⟦1 / w_dequant_scale → 1⟧, w_dequant_scale, codes
+        K, ⟦1 / w_dequant_scale → 1⟧, codes, &values
         codes[4 * j + 1] << ⟦2 → 4⟧ |
-        w_dequant_scale, codes, &values[⟦n → 0⟧, 0])
+        codes, &values[⟦n → 0⟧, 0])
         x_quant_scale[⟦m → 0⟧, 0], &x[m, 0])
         chosen.sum_of_squares(&x[0], ⟦N → N // 2⟧)
         b1, 1 - b1, b2, ⟦1 - b2 → 1 - b1⟧
