@@ -52,7 +52,6 @@ static void bf16_product_plain(bf16_operand a, bf16_operand b, size_t M, size_t 
 /* compilers that know the instruction */
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10)
 #include <immintrin.h>
-#define BITNET_REF_HAS_AVX512_BF16 1
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define BF16_INLINE BF16_TARGET static inline __attribute__((always_inline))
 
