@@ -171,6 +171,7 @@ def linear_backward(
     """dX = dY W_q and dW = dY^T X_q, straight through both quantisations.
 
     [dy (T, out) of each linear] -> dx (T, K), [dW (out, K) of each]
+    product: of two matrices, `product` or `product_bfloat16`.
     """
     dy = dys[0] if len(dys) == 1 else np.concatenate(dys, axis=1)
     d_weight = product(dy.T, saved.rescaled(dy.dtype))
