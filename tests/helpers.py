@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -54,6 +55,29 @@ def golden(case: str) -> dict[str, np.ndarray]:
 def model(path: str | Path, backend: str = "numpy", threads: int = 2, dtype: str = "float32") -> bitnet_ref.Model:
     """A loaded model, kept for all tests: models hold no state. Only for files that no test changes."""
     return bitnet_ref.load(path, backend=backend, threads=threads, dtype=dtype)
+
+
+# -- what a test needs of the shipped models, which are trained anew now and then ---------------------------------------
+
+
+def first_where(candidates: Iterable[Any], condition: Callable[[Any], Any], wanted: str) -> Any:
+    """The first candidate for which the condition holds, with this model; without one the test fails."""
+    tried = list(candidates)
+    for candidate in tried:
+        if condition(candidate):
+            return candidate
+    pytest.fail(f"wanted: {wanted}. None of {len(tried)} candidates has it with this model; give more: {tried}")
+
+
+def stop_words(text: str) -> list[str]:
+    """Words of a text, each with its space, that occur in it first at their own place: as stop strings they cut it there.
+
+    >>> stop_words("the king and the king's son")
+    [' king', ' and', ' the', ' son']
+    """
+    words = [match for match in re.finditer(r" [A-Za-z]+", text) if 0 < match.start() == text.index(match[0])]
+    assert words, f"no word to stop at in {text!r}"
+    return [word[0] for word in words]
 
 
 # -- tiny checkpoints --------------------------------------------------------------------------------------------------
