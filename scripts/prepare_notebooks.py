@@ -1,5 +1,5 @@
 """Write into each notebook where slides begin and which code is folded, and its pictures in 256 colours: a third of the
-bytes.
+bytes. What a run notes of itself goes: times, Python's version, the state of widgets.
 
     python scripts/prepare_notebooks.py        # after a change of a heading, or after a run
 
@@ -20,7 +20,10 @@ def prepare(notebook: dict) -> None:
     """For `nbconvert --to slides` a heading begins a slide, and every other text the next one below it.
 
     Code that JupyterLab folds is folded on the site, too."""
+    notebook["metadata"].pop("widgets", None)
+    notebook["metadata"]["language_info"] = {"name": "python"}
     for cell in notebook["cells"]:
+        cell["metadata"].pop("execution", None)
         if cell["metadata"].get("jupyter", {}).get("source_hidden"):
             cell["metadata"]["tags"] = ["hide-input"]
         cell["metadata"].pop("slideshow", None)

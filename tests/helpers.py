@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -54,6 +55,49 @@ def golden(case: str) -> dict[str, np.ndarray]:
 def model(path: str | Path, backend: str = "numpy", threads: int = 2, dtype: str = "float32") -> bitnet_ref.Model:
     """A loaded model, kept for all tests: models hold no state. Only for files that no test changes."""
     return bitnet_ref.load(path, backend=backend, threads=threads, dtype=dtype)
+
+
+# -- what a test needs of the shipped models, whose weights change when they are trained anew ------------------------
+
+
+SENTENCES = (  # for what depends on rounding: with any weights, an int8 flips in some of them
+    "Alice was beginning to get very tired of sitting by her sister on the bank",
+    "The mouse looked at the cat and did not move",
+    "Mother made a cake and put it upon the table by the window",
+    "Peter ran through the garden as fast as he could, and lost one of his shoes among the cabbages",
+    "It was a dark night and the wind was blowing hard",
+    "There was once a poor woodcutter who had seven sons",
+    "The old king sat by the fire and told the children of the ships that he had seen when he was young",
+    "In the middle of the forest there stood a little house, and in it lived a witch with two black cats",
+    "The rabbit took a watch out of his pocket, looked at it, and hurried on down the long road to the sea",
+    "When the snow had fallen the boys went up the hill with their sledges, and nobody thought of the cold",
+    "Her grandmother had given her a cap of red velvet, which suited her so well that she wore nothing else",
+    "The sailor climbed to the top of the mast and cried that he could see land, far away in the east",
+    "They walked all day, and in the evening they came to a bridge where a giant asked them for a penny",
+    "One fine morning the frog said to the hedgehog that he would race him to the mill and back again",
+    "The lion was so fond of singing that the other beasts of the wood went to live far from the river",
+    "Tom lost his shoe in the mud, and the dog, who had seen it all, brought it back to him in the morning",
+)
+
+
+def first_where(candidates: Iterable[Any], condition: Callable[[Any], Any], wanted: str) -> Any:
+    """The first candidate for which the condition holds, with this model; without one the test fails."""
+    tried = list(candidates)
+    for candidate in tried:
+        if condition(candidate):
+            return candidate
+    pytest.fail(f"wanted: {wanted}. None of {len(tried)} candidates has it with this model; give more: {tried}")
+
+
+def stop_words(text: str) -> list[str]:
+    """Words of a text, each with its space: as a stop string each cuts the text where it stands first.
+
+    >>> stop_words("the king and the king's son")
+    [' king', ' and', ' the', ' son']
+    """
+    words = [match for match in re.finditer(r" [A-Za-z]+", text) if 0 < match.start() == text.index(match[0])]
+    assert words, f"no word to stop at in {text!r}"
+    return [word[0] for word in words]
 
 
 # -- tiny checkpoints --------------------------------------------------------------------------------------------------

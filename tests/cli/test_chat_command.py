@@ -102,12 +102,14 @@ def test_why_an_answer_was_cut(chat_model):
 
 
 def test_an_answer_that_repeats_itself_is_stopped():
-    """storychat, greedy, on the first question of docs/using.md; as it samples by default it does not do so."""
+    """storychat with a bias to one word, greedy; as it samples by default it does not repeat itself."""
     first = ("chat", "--system", "The old king sat by the fire.", *FAST)
+    (no,) = shared_model("storychat", BACKEND, threads=1).tokenizer.encode("no", False)
+    biased = (*first, *GREEDY, "--logit-bias", f"{no}=100")
     question = "Are you afraid of the dragon?\n"
-    (answer,) = map(json.loads, invoke(*first, *GREEDY, "--json", stdin=question).stdout.splitlines())
-    assert (answer["finish_reason"], len(answer["token_ids"])) == ("repetition", 49)
-    shown = invoke(*first, *GREEDY, stdin=question)
+    (answer,) = map(json.loads, invoke(*biased, "--json", stdin=question).stdout.splitlines())
+    assert (answer["finish_reason"], answer["token_ids"]) == ("repetition", [no] * 48)
+    shown = invoke(*biased, stdin=question)
     assert "[stopped: it says the same again and again]" in shown.stderr
     assert shown.stdout == answer["text"] + "\n"
     for seed in range(4):

@@ -9,9 +9,10 @@ import pytest
 from cli_runs import invoke, invoke_json
 from click.testing import CliRunner
 from helpers import BITNET, DATA, GOLDEN, tiny_tensors, write_checkpoint
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from bitnet_ref.cli import cli
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model
 
 
@@ -115,7 +116,11 @@ def test_inspect_of_a_gguf():
 def test_inspect_one_tensor():
     result = invoke("inspect", "storyteller", "--tensor", "blocks.2.mlp.down_proj")
     assert result.exit_code == 0
-    assert result.stdout.startswith("blocks.2.mlp.down_proj: 256 x 768, ternary (hf-packed)\n-1: 32.5%, 0: 35.1%")
+    packed = load_file(ASSETS / "storyteller" / "model.safetensors")["model.layers.2.mlp.down_proj.weight"]
+    codes = packed[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    minus, zero, _ = np.bincount(codes.ravel()) / codes.size
+    shares = f"-1: {minus:.1%}, 0: {zero:.1%}"
+    assert result.stdout.startswith(f"blocks.2.mlp.down_proj: 256 x 768, ternary (hf-packed)\n{shares}")
     facts = invoke_json("inspect", "storyteller", "--tensor", "model.layers.2.mlp.down_proj.weight")
     assert facts["name"] == "blocks.2.mlp.down_proj"
     assert sum(facts["shares"]) == pytest.approx(1)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import model
+from helpers import SENTENCES, first_where, model
 from ml_dtypes import bfloat16
 
 import bitnet_ref
@@ -2696,8 +2696,19 @@ def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook)
         return np.clip(np.rint(scaled), -128, 127).astype(np.int8), planted_scale(x)
 
     mine = proof("Double", quantize_activations=in_float64)
-    with pytest.raises(Wrong, match=r"x_int8 yours differs .* by rounding alone"):  # an integer tips
-        EXERCISES["6.hunt"].judge(mine, suspect=suspect, model=check.model, tokens=default_tokens(check.model))
+
+    def refusal(text):
+        tokens = default_tokens(check.model, text)
+        try:
+            EXERCISES["6.hunt"].judge(mine, suspect=suspect, model=check.model, tokens=tokens)
+        except Wrong as wrong:
+            return str(wrong)
+        return ""
+
+    def an_integer_tips(text):
+        return re.search("x_int8 yours differs .* by rounding alone", refusal(text))
+
+    first_where((None, SAID, *SENTENCES), an_integer_tips, "a text of which an integer tips in float64")
 
 
 @pytest.mark.sample(3)

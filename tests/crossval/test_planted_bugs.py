@@ -3,17 +3,18 @@
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import model
+from helpers import SENTENCES, first_where, model
 
 FOLDER = Path(__file__).parents[2] / "crossval"
 sys.path.insert(0, str(FOLDER))
 
 import planted_bugs  # noqa: E402
 import planting  # noqa: E402
-from generation_causes import diagnose_generation, greedy  # noqa: E402
+from generation_causes import TEXTS, diagnose_generation, greedy  # noqa: E402
 
 sys.path[:] = [path for path in sys.path if path != str(FOLDER)]  # its other scripts have the names of packages
 
@@ -109,12 +110,18 @@ def test_causes_of_a_wrong_continuation():
     right = m.generate(ids, max_tokens=24).token_ids
     assert greedy(m, ids, 24) == right
     assert diagnose_generation(m, ids, right) == []
+
+    def names_alone(name, first, text):  # other mistakes may fit the tokens as well: then none is confirmed
+        ids = m.tokenizer.encode(text)
+        named = confirmed(diagnose_generation(m, ids, greedy(m, ids, 24, first_from=first)))
+        assert named <= {name}
+        return named
+
     for name, first in {
         "prefill_logits_of_the_previous_position": -2,
         "prefill_logits_of_the_first_position": 0,
     }.items():
-        wrong = greedy(m, ids, 24, first_from=first)
-        assert wrong != right
-        assert confirmed(diagnose_generation(m, ids, wrong)) == {name}
+        texts = ("Once upon a time", *TEXTS[:3], *SENTENCES[:4])
+        first_where(texts, partial(names_alone, name, first), f"a prompt on which {name} alone gives its tokens")
     assert confirmed(diagnose_generation(m, ids, right[:2], right)) == {"stops_early"}
     assert not confirmed(diagnose_generation(m, ids, [7, 7, 7]))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation import logits_process as lp
 
 HERE = Path(__file__).parent / "sampling"
@@ -88,17 +88,22 @@ def make_processors() -> None:
     np.savez_compressed(HERE / "processors.npz", **found)
 
 
+def load_in_float32(folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):  # left in part in the file's dtype
+            for tensor in tensors.values():
+                if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16):
+                    tensor.data = tensor.data.float()
+    return model
+
+
 @torch.no_grad()
 def make_beams() -> None:
     cases = []
     for name in MODELS:
         folder = STORYTELLER if name == "storyteller" else GOLDEN / name
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        for module in model.modules():
-            for tensors in (module._parameters, module._buffers):  # left in part in the file's dtype
-                for tensor in tensors.values():
-                    if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16):
-                        tensor.data = tensor.data.float()
+        model = load_in_float32(folder)
         if name == "storyteller":
             prompts = [[1, 3797, 537, 262, 577], [1, 600, 300]]
         else:

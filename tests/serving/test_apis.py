@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_runs import BACKEND
-from helpers import DATA, chat_folder, model
+from helpers import DATA, chat_folder, model, stop_words
 from server_runs import RunningServer, until
 
 from bitnet_ref.errors import EngineClosed
@@ -540,8 +540,10 @@ def test_llama_servers_completion(ask):
     stream = [json.loads(line[6:]) for line in ask("/completion", {**body, "stream": True}).split("\n\n") if line]
     assert "".join(each["content"] for each in stream) == whole["content"]
     assert [each["stop"] for each in stream] == [False] * (len(stream) - 1) + [True]
-    word = ask("/completion", {**body, "stop": [" the"]})
-    assert (word["stop_type"], word["stopping_word"]) == ("word", " the")
+    word = stop_words(whole["content"])[-1]
+    cut = ask("/completion", {**body, "stop": [word]})
+    assert (cut["stop_type"], cut["stopping_word"]) == ("word", word)
+    assert cut["content"] == whole["content"][: whole["content"].index(word)]
     probable = ask("/completion", {**body, "n_probs": 2, "n_predict": 3})["completion_probabilities"]
     assert [len(each["top_logprobs"]) for each in probable] == [2, 2, 2]
     assert [each["id"] for each in probable] == whole["tokens"][:3]

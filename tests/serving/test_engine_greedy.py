@@ -161,10 +161,10 @@ def test_a_slow_reader_gets_no_more_than_it_has_room_for(story, groups):
 
 
 def test_an_error_of_its_own_ends_a_request_within_the_steps(story):
-    """A filter that raises at some word: the others of the same steps go on."""
+    """A filter that raises at the sixth word: the others of the same steps go on."""
 
     def refuses(text):
-        if "little" in text:
+        if len(text.split()) > 5:
             raise RuntimeError("a filter of one's own")
         return False
 
@@ -181,7 +181,7 @@ def test_an_error_of_its_own_ends_a_request_within_the_steps(story):
                 texts.append(str(error))
     plain = [single_steps(story, prompt, max_tokens=30).text for prompt in prompts]
     assert texts[1:] == plain[1:]
-    assert ("a filter of one's own" in texts[0]) == ("little" in plain[0])
+    assert "a filter of one's own" in texts[0]
     check(engine)
 
 

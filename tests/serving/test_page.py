@@ -204,7 +204,7 @@ def test_completion_and_what_a_token_might_have_been(open_page):
     page.click(".token", 3)
     assert page.run("document.querySelectorAll('.token[aria-pressed=true]').length") == 1
     shown = [
-        text.replace("␣", " ")
+        text.replace("␣", " ").replace("⏎", "\n")
         for text in page.run("[...document.querySelectorAll('#bars b')].map((b) => b.textContent)")
     ]
     tokens = story.vocabulary.tokens

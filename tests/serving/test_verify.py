@@ -2,12 +2,14 @@
 
 import copy
 import json
+import math
 import random
+import re
 import shutil
 
 import pytest
 from cli_runs import BACKEND, FAST, invoke, invoke_json
-from helpers import chat_folder, model
+from helpers import chat_folder, first_where, model
 from server_runs import RunningServer, ServerLimits
 from test_apis import CLOCK, CLOCK_ITEM, HELLO, TEMPLATE, ZONE
 
@@ -33,7 +35,7 @@ ASKED = {  # name -> path, request
     "echo": (COMPLETION, {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 5, "temperature": 0}),
     "scored": (COMPLETION, {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 0}),
     "beams": (COMPLETION, {"prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 6}),
-    "stopped": (COMPLETION, {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": [" very"]}),
+    "stopped": (COMPLETION, {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": [" the", " a", " was"]}),
     "chat": (CHAT, {"messages": HELLO, "max_tokens": 12, "logprobs": True, "top_logprobs": 3, **SEEDED}),
     "call": (CHAT, {"messages": HELLO, "max_tokens": 40, "tools": [TOOL], "tool_choice": "required", **SEEDED}),
     "schema": (CHAT, {"messages": HELLO, "max_tokens": 20, "guided_json": {"type": "integer"}, **SEEDED}),
@@ -86,6 +88,7 @@ def answers(server):
         status, _, answer = server.post(path, request)
         assert status == 200, answer
         given[name] = request, answer
+    assert given["stopped"][1]["choices"][0]["finish_reason"] == "stop"
     return given
 
 
@@ -182,20 +185,29 @@ def test_every_altered_field_is_caught(name, answers, alone):
     assert count > 5
 
 
+def pieces_and_word(model, out):
+    """The greedy text in its tokens, and the place of one that is a whole word: not the first, and not like "queen"."""
+    pieces = [model.vocabulary.tokens[token].decode(errors="replace") for token in out.token_ids]
+
+    def is_a_word(at):
+        return re.fullmatch(" [a-pr-z][a-z]*", pieces[at]) and not pieces[at + 1][0].isalpha()
+
+    return pieces, first_where(range(2, len(pieces) - 1), is_a_word, f"a word that is one token in {pieces}")
+
+
 def test_one_word(answers, alone):
     """The token, its place, both probabilities."""
     request, answer = copy.deepcopy(answers["greedy"])
     out = alone.model.generate(PROMPT, max_tokens=16)
-    words = answer["choices"][0]["text"].split(" ")
-    assert words[3] == "little"
-    words[3] = "queen"
-    answer["choices"][0]["text"] = " ".join(words)
+    pieces, at = pieces_and_word(alone.model, out)
+    assert answer["choices"][0]["text"] == "".join(pieces)
+    answer["choices"][0]["text"] = "".join([*pieces[:at], " queen", *pieces[at + 1 :]])
     found = check(alone, request, answer)
     assert found.verdict == "differs"
     first = found.first_token
     tokens = alone.model.vocabulary.tokens
-    assert (first.choice, first.computed.text) == (0, " little")
-    assert out.token_ids[first.position] == first.computed.id
+    assert (first.choice, first.position, first.computed.text) == (0, at, pieces[at])
+    assert out.token_ids[at] == first.computed.id
     assert first.computed.p == pytest.approx(2.718281828 ** out.logprobs[first.position])
     assert " queen".startswith(first.answered.text)
     assert tokens[first.answered.id].decode() == first.answered.text
@@ -212,9 +224,10 @@ def test_a_text_that_is_cut_or_goes_on(answers, alone):
     answer["choices"][0]["text"] = text + " and ran"
     first = check(alone, request, answer).first_token
     assert (first.position, first.computed, first.answered.text) == (16, None, " and")
-    answer["choices"][0]["text"] = " ".join(text.split(" ")[:4])
+    pieces, at = pieces_and_word(alone.model, alone.model.generate(PROMPT, max_tokens=16))
+    answer["choices"][0]["text"] = "".join(pieces[:at])
     first = check(alone, request, answer).first_token
-    assert (first.computed.text, first.answered.text) == (" boy", "</s>")
+    assert (first.position, first.computed.text, first.answered.text) == (at, pieces[at], "</s>")
     answer["choices"][0]["text"] = "Æ"  # of bytes
     assert check(alone, request, answer).first_token.position == 0
 
@@ -512,13 +525,16 @@ def test_the_command(files, folder):
     facts = invoke_json("verify", request, answer, "--model", folder, "--generation-defaults", "plain", *FAST)
     assert (facts["verdict"], facts["tokens"], facts["backend"]) == ("equal", 12, BACKEND)
     answered = json.loads(answer.read_text())
-    answered["choices"][0]["text"] = answered["choices"][0]["text"].replace("little", "queen")
+    out = model(folder, BACKEND, threads=1).generate(PROMPT, max_tokens=12)
+    pieces, at = pieces_and_word(model(folder, BACKEND, threads=1), out)
+    answered["choices"][0]["text"] = "".join([*pieces[:at], " queen", *pieces[at + 1 :]])
     answer.write_text(json.dumps(answered))
     found = invoke("verify", request, answer, *FAST)  # the model that the answer names
     assert found.exit_code == 1
     shown = found.stdout.splitlines()
     assert shown[0] == "DIFFERS: the answer is another one"
-    assert "    computed  ' little', token 510, p 0.0261" in shown
+    p = math.exp(out.logprobs[at])
+    assert f"    computed  {pieces[at]!r}, token {out.token_ids[at]}, p {p:.3g}" in shown
     assert any(each.startswith("    answer    ' que") for each in shown)
     request.write_text(json.dumps({**json.loads(request.read_text()), "temperature": 1}))
     found = invoke("verify", request, answer, *FAST)
