@@ -58,24 +58,25 @@ static void bf16_product_plain(bf16_operand a, bf16_operand b, size_t M, size_t 
 /* the first `n` of 16 lanes */
 static inline uint16_t bf16_lanes(size_t n) { return n >= 16 ? 0xffff : (uint16_t)((1u << n) - 1); }
 
-/* 16 words of each of 16 rows -> 16 rows of each of 16 words, in place */
-BF16_INLINE void bf16_transpose(__m512i *v) {
+/* v[i][j] = v[j][i] of 16 x 16 words, in place */
+__attribute__((target("avx512f"), always_inline)) static inline void transpose_words(__m512i *v) {
     __m512i t[16];
-#define BF16_EACH(n) _Pragma("GCC unroll 16") for (int i = 0; i < n; i++)
-    BF16_EACH(8) t[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), t[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-    BF16_EACH(4) {
+#define EACH(n) _Pragma("GCC unroll 16") for (int i = 0; i < n; i++)
+    EACH(8) t[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), t[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    EACH(4) {
         v[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]), v[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        v[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]), v[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+        v[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        v[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
     }
-    BF16_EACH(4) {
-        t[i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88), t[4 + i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xdd);
-        t[8 + i] = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0x88), t[12 + i] = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0xdd);
+    EACH(4) {
+        t[i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88), t[4 + i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xDD);
+        t[8 + i] = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0x88), t[12 + i] = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0xDD);
     }
-    BF16_EACH(4) {
-        v[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88), v[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-        v[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88), v[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+    EACH(4) {
+        v[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88), v[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
+        v[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88), v[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
     }
-#undef BF16_EACH
+#undef EACH
 }
 
 /* K numbers of n columns -> panels of `width` columns, a line of words for each pair, 0 for columns that there are not */
@@ -107,7 +108,7 @@ BF16_TARGET static void bf16_pack(bf16_operand x, size_t K, size_t n, size_t wid
                     const __m512 a = _mm512_maskz_loadu_ps(low & some, row);
                     v[j] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(high & some, row + 16), a);
                 }
-                bf16_transpose(v);
+                transpose_words(v);
                 for (size_t j = 0; j < lines; j++) _mm512_storeu_si512(out + (p + j) * width + i, v[j]);
             }
         }

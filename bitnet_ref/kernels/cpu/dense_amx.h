@@ -34,6 +34,7 @@
 #ifndef BITNET_REF_DENSE_AMX_H
 #define BITNET_REF_DENSE_AMX_H
 
+#include "bfloat16_avx512.h"
 #include "ternary_amx.h"
 
 #if defined(BITNET_REF_HAS_AMX)
@@ -51,27 +52,6 @@ static inline size_t tile_width(size_t M, size_t m) {
 
 /* of all tokens' parts */
 static size_t tile_bytes_amx(size_t M, size_t K) { return (M + TILE_TOKENS - 1) / TILE_TOKENS * K / 2 * TILE_WIDTH * 4; }
-
-/* line[i][j] = v[j][i] of 16 x 16 words, in place */
-TILE_INLINE void tile_transpose(__m512i *v) {
-    __m512i t[16];
-#define EACH(n) _Pragma("GCC unroll 16") for (int i = 0; i < n; i++)
-    EACH(8) t[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), t[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-    EACH(4) {
-        v[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]), v[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        v[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        v[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    EACH(4) {
-        t[i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88), t[4 + i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xDD);
-        t[8 + i] = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0x88), t[12 + i] = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0xDD);
-    }
-    EACH(4) {
-        v[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88), v[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
-        v[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88), v[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
-    }
-#undef EACH
-}
 
 /* The parts of the 16 tokens from m on (M, K), K a multiple of 32 -> their place among `parts` (tile_bytes_amx(M, K)) */
 TILE_TARGET static void dense_split_amx(const float *x, size_t M, size_t K, size_t m, void *parts) {
@@ -97,7 +77,7 @@ TILE_TARGET static void dense_split_amx(const float *x, size_t M, size_t K, size
         for (size_t first = 0; first < width; first += 16) {
             __m512i lines[16];
             for (int i = 0; i < 16; i++) lines[i] = part[first + i];
-            tile_transpose(lines);
+            transpose_words(lines);
             for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(out + i * width + first, line, lines[i]);
         }
         out += 16 * width;
@@ -184,7 +164,7 @@ TILE_INLINE void tile_finish(const float *sums, size_t tokens, size_t rows, floa
         v[r] = (__m512i)_mm512_add_ps(_mm512_loadu_ps(high), _mm512_add_ps(_mm512_loadu_ps(high + tokens),
                                                                           _mm512_loadu_ps(high + 2 * tokens)));
     }
-    tile_transpose(v);
+    transpose_words(v);
     for (size_t t = 0; t < tokens; t++) _mm512_mask_storeu_epi32(y + t * y_stride, wanted, v[t]);
 }
 
