@@ -256,7 +256,8 @@ class Crossing:
         if self.causes.recording:
             sentences.append(self.causes.recording)
         if stopped := self.causes.stopped:
-            sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
+            untested = self.causes.untested or "later ones"  # a kind is counted when its turn comes
+            sentences.append(f"the search for causes ended early, {stopped}: {untested} are not tested")
         if failed := self.causes.failed:
             named = "; ".join(f"{cause} ({error})" for cause, error in failed.items())
             sentences.append(f"not tested, as the reference cannot be run so on this model: {named}")

@@ -281,6 +281,9 @@ def test_a_value_is_worked_through(tmp_path, seen):
     write_trace(tmp_path / "t", {**seen, name: wrong}, IDS, engine="theirs")
     crossing = cross_trace(m, tmp_path / "t", causes=False)
     explain_trace(crossing, m, tmp_path / "t", budget_s=0.0)
+    for untested, words in ((7, "7"), (0, "later ones")):  # of a kind whose turn did not come nobody knows how many
+        crossing.causes.untested = untested
+        assert f"ended early, the time is up: {words} are not tested" in "; ".join(crossing.diagnosis())
     (text,) = crossing.examples()
     line, value, *_, last = text.splitlines()
     file, number, source = re.fullmatch(r"Compare with (\S+):(\d+), gated: (.*)", line).groups()
