@@ -180,7 +180,7 @@ GRADIENTS: dict[str, EngineTolerance] = {
     ),
 }
 BFLOAT16_GRADIENTS = EngineTolerance(
-    2**-6, "products round by up to 2^-9 each; measured 5e-3 two layers below, on every backend"
+    2**-6, "products round by up to 2^-9 each; measured 5e-3 in a model of two layers, on every backend"
 )
 
 # -- what a rounding flip may do ---------------------------------------------------------------------------------------

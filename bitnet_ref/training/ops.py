@@ -59,7 +59,7 @@ def product_bfloat16(a: Floats, b: Floats) -> Gradient:
 
 
 def round_bfloat16(x: Floats) -> Floats:
-    """The nearest number of 8 significant bits, half to even, in x's dtype."""
+    """The nearest number of 8 significant bits, half to even, in x's dtype. By its bits, as CuPy's arrays can, too."""
     bits = x.astype(np.float32, copy=False).view(np.uint32)
     bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
     rounded: Floats = bits.view(np.float32).astype(x.dtype, copy=False)

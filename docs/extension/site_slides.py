@@ -350,8 +350,8 @@ def without_sentences(text, pattern):
     if text.startswith(("#", "|", "-")) or not pattern.search(text):
         return text
     text = BRACKETS.sub(lambda found: "" if pattern.search(found[0]) else found[0], text)
-    kept = "".join(sentence for sentence in sentences_of(text) if not pattern.search(sentence))
-    return "" if re.fullmatch(r"\*\*[^*]*\*\*\s*", kept) else kept.strip()
+    remaining = "".join(sentence for sentence in sentences_of(text) if not pattern.search(sentence))
+    return "" if re.fullmatch(r"\*\*[^*]*\*\*\s*", remaining) else remaining.strip()
 
 
 def sentences_of(text):

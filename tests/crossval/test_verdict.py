@@ -292,7 +292,7 @@ def test_a_value_is_worked_through(tmp_path, seen):
 
 
 def test_how_many_are_not_tested(tmp_path, seen):
-    """Of a kind whose turn did not come nobody knows how many."""
+    """The mistakes of a kind are counted when the search comes to it, so a search may end with none counted."""
     write_trace(tmp_path / "t", seen, IDS, engine="theirs")
     crossing = cross_trace(model(CASE), tmp_path / "t", causes=False)
     crossing.causes.stopped = "the time is up"

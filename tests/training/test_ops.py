@@ -5,6 +5,7 @@ import pytest
 from helpers import rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.families.rope import StretchedRope
@@ -66,6 +67,7 @@ def test_bfloat16_is_the_nearest_of_eight_bits():
     x = rng(4).standard_normal(1000).astype(np.float32)
     assert 2**-10 < (np.abs(ops.round_bfloat16(x) - x) / np.abs(x)).max() <= 2**-8
     np.testing.assert_array_equal(ops.round_bfloat16(ops.round_bfloat16(x)), ops.round_bfloat16(x))
+    np.testing.assert_array_equal(ops.round_bfloat16(x), x.astype(bfloat16))
 
 
 def test_a_gradient_by_products_of_bfloat16():

@@ -150,26 +150,19 @@ cdef bf16_operand bf16_operand_of(const float[:, :] x, bint by_rows):
     return operand
 
 
-cdef bint multiplies_bfloat16(Py_ssize_t kernels):
-    """Whether the kernel set has this processor's products of bfloat16: sets with AVX-512 do not imply them."""
-    return KERNEL_SETS[kernels].name in (b"avx512", b"amx") and has_avx512_bf16()
-
-
-def has_bfloat16_product(Py_ssize_t kernels):
-    """Whether `bfloat16_product` is faster than BLAS in float32."""
-    check_set(kernels)
-    return multiplies_bfloat16(kernels)
+cpdef bint has_bfloat16_product(Py_ssize_t kernels) except -1:
+    """Whether `bfloat16_product` takes the processor's own, faster than BLAS in float32. AVX-512 alone does not imply it."""
+    return check_set(kernels).name in (b"avx512", b"amx") and has_avx512_bf16()
 
 
 def bfloat16_product(const float[:, :] a, const float[:, :] b, float[:, ::1] c, Py_ssize_t kernels):
     """c (M, N) = a (M, K) b (K, N), with a and b rounded to bfloat16. Either may be a transposed matrix."""
     cdef Py_ssize_t M = a.shape[0], K = a.shape[1], N = b.shape[1]
-    check_set(kernels)
+    cdef bint fast = has_bfloat16_product(kernels)
     if b.shape[0] != K or c.shape[0] != M or c.shape[1] != N or M == 0 or K == 0 or N == 0:
         raise ValueError(f"bfloat16_product: a {M, K}, b {b.shape[0], N}, c {c.shape[0], c.shape[1]}")
     check_aligned(<size_t> &a[0, 0] | <size_t> &b[0, 0] | <size_t> &c[0, 0])
     cdef bf16_operand rows = bf16_operand_of(a, False), columns = bf16_operand_of(b, True)
-    cdef bint fast = multiplies_bfloat16(kernels)
     cdef void *scratch = allocate(bf16_scratch(N), 1)
     if scratch == NULL:
         raise MemoryError(f"no memory for a panel of {N} columns")

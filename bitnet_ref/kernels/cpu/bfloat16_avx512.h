@@ -6,9 +6,9 @@
  * columns of B are 16 registers of sums. B's panels of BF16_K numbers stay in L1 while the rows of A pass.
  * It sums in an order of its own, and takes denormal numbers as 0.
  *
- * Measured on a Zen 5 EPYC, one thread, packing included, G float operations/s: 512 x 256 by 256 x 768 495, 256 x 512 by
- * 512 x 768 470, 4096 x 512 by 512 x 256 390; BLAS in float32 230. The instruction alone 530. Blocks of 128 or 512 numbers: 3%
- * slower. */
+ * Measured on a Zen 5 EPYC, one thread, packing included, G float operations/s: 512 x 256 by 256 x 768 490, 256 x 768 by
+ * 768 x 512 461, 4096 x 512 by 512 x 256 476, 512 x 4096 by 4096 x 256 460; BLAS in float32 214 to 238. Packed operands in cache
+ * 530. In a training step, whose operands are not in the cache, 290 to 440. Blocks of 128 or 512 numbers: no faster. */
 #ifndef BITNET_REF_BFLOAT16_AVX512_H
 #define BITNET_REF_BFLOAT16_AVX512_H
 
