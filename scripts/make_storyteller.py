@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -42,18 +43,16 @@ def main() -> None:
     with atomic_path(args.destination / "model.safetensors") as temporary:
         save_file(tensors, temporary, {"format": "pt"})
 
-    config = json.loads((args.master / "config.json").read_text())
-    config["quantization_config"]["quantization_mode"] = "offline"
-    config["torch_dtype"] = "bfloat16"
-    with atomic_path(args.destination / "config.json") as temporary:
-        temporary.write_text(json.dumps(config, indent=1) + "\n")
-    # The sampling stays as it was chosen by scripts/training/judge_texts.py: a master's folder does not know it.
-    shipped = args.destination / "generation_config.json"
-    chosen = json.loads(shipped.read_text()) if shipped.is_file() else {}
-    generation = json.loads((args.master / "generation_config.json").read_text())
-    with atomic_path(shipped) as temporary:
+    # A model that is made anew keeps the config and the sampling that were chosen for it; verify() holds the shape.
+    if not (args.destination / "config.json").is_file():
+        config = json.loads((args.master / "config.json").read_text())
+        config["quantization_config"]["quantization_mode"] = "offline"
+        config["torch_dtype"] = "bfloat16"
+        write_json(args.destination / "config.json", config)
+    if not (args.destination / "generation_config.json").is_file():
+        generation = json.loads((args.master / "generation_config.json").read_text())
         ends = {name: generation[name] for name in ("bos_token_id", "eos_token_id")}
-        temporary.write_text(json.dumps(chosen | ends, indent=1) + "\n")
+        write_json(args.destination / "generation_config.json", ends)
     for name in ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
         if (args.master / name).is_file():
             with atomic_path(args.destination / name) as temporary:
@@ -62,6 +61,11 @@ def main() -> None:
     verify(args.master, args.destination)
     total = sum(file.stat().st_size for file in args.destination.iterdir())
     print(f"{args.destination}: {total / 1e6:.2f} MB, every ternary plane and scale equal to the master's")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def verify(master: Path, made: Path) -> None:

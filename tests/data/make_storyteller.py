@@ -6,9 +6,9 @@
 and how near the two largest logits came. `golden.safetensors`: `tokens` (T,), the first prompt and its text, and
 `logits` (T, V) of one pass over them.
 
-It prints for each prompt whether this package has the same text. One int8 that rounds the other way moves a logit by up
-to 0.15: where a choice was nearer, the texts may part. Such a prompt is to be replaced. The doctor's known answers
-(scripts/make_answers.py) are of the first four.
+One int8 that rounds the other way moves a logit by up to 0.15: where a choice was nearer, this package's text may part
+from the oracle's. Such a prompt is left out; the first twelve that have one text are the cases. The doctor's known
+answers (scripts/make_answers.py) are of the first four.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import bitnet_ref
 
 HERE = Path(__file__).parent / "storyteller"
 NEW_TOKENS = 48
+CASES = 12
 PROMPTS = (
     "Once upon a time",
     "The little girl looked at the lion and said,",
@@ -40,19 +41,30 @@ PROMPTS = (
     "The rabbit ran",
     "When the sun went down",
     '"Oh, dear!" cried Dorothy',
+    "The boy ran",
+    "Once there was a little dog",
+    "The queen",
+    "In the morning",
+    "The fairy smiled and",
+    "She opened the door",
+    "The wolf said",
+    "A long time ago",
 )
 
 
 def main() -> None:
     torch.set_num_threads(1)
     oracle, ours = load_in_float32(STORYTELLER), bitnet_ref.load(STORYTELLER, backend="numpy", threads=1)
-    cases = []
+    cases: list[dict[str, Any]] = []
     for prompt in PROMPTS:
         case = make_case(oracle, ours, prompt)
         again = ours.generate(case["prompt_ids"], max_tokens=NEW_TOKENS, ignore_eos=True).token_ids
         verdict = "same " if again == case["token_ids"] else "OTHER"
         print(f"{verdict} {case['smallest_margin']:.4f} {prompt!r} {case['text']!r}", flush=True)
-        cases.append(case)
+        if again == case["token_ids"]:
+            cases.append(case)
+        if len(cases) == CASES:
+            break
     tokens = cases[0]["prompt_ids"] + cases[0]["token_ids"]
     with torch.no_grad():
         logits = oracle(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
