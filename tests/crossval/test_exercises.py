@@ -2465,7 +2465,7 @@ def head(q, k, v):
 def real_pattern():
     """As notebook 3a has it: of one head of storyteller."""
     story = model("storyteller", "numpy")
-    return story.run_with_cache(story.tokenizer.encode(SAID))[1]["blocks.4.attn.hook_pattern"][0]
+    return story.run_with_cache(story.tokenizer.encode(SAID))[1]["blocks.2.attn.hook_pattern"][0]
 
 
 @cache
