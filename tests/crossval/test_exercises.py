@@ -408,13 +408,13 @@ CASES = {
     ),
     "1.rows": Case(
         [
-            ("blocks.1.mlp.down_proj", "1.574 bits on the average"),
-            ("blocks.1.mlp.gate_proj", "1.516 bits on the average"),
+            (Edit("min(by_row, key=by_row.get)", "sorted(by_row, key=by_row.get)[1]"), "bits on the average, and"),
+            (Edit("min(by_row, key=by_row.get)", "sorted(by_row, key=by_row.get)[20]"), "of another matrix have less"),
             (Edit("min(by_row", "max(by_row"), "the most of all"),
             ("up_proj", "a key of planes, not .up_proj"),
             (1.47, "The name of a matrix is wanted"),
         ],
-        ["blocks.1.mlp.up_proj"],
+        [Edit("min(by_row, key=by_row.get)", "sorted(by_row, key=by_row.get)[0]")],
     ),
     "1.hf": Case(
         [
@@ -839,17 +839,18 @@ CASES = {
     ),
     "3c.1": Case(
         [
-            ((0, 3), "at the token itself|the least"),
-            ((0, 1), "at the first token|largest single share"),
-            ((4, 0), "last token alone"),
-            ((1, 1), "more often than any other"),
-            ((0, 2), "layer comes first"),
-            ((3, 2), "is 0.21; another one has more"),
-            (8, "divmod by H"),
+            (Edit(", -1, 1, 2)", ", 0, 1, 2)"), "at the token itself|layer comes first"),
+            (Edit("argmax", "argmin"), "the least|at the token itself|layer comes first"),
+            (Edit("argmax()", "ravel().argsort()[-2]"), "another one has more|is asked|layer comes first"),
+            (Edit("), H)", "), H)[::-1]"), "layer comes first"),
+            (Edit("divmod(int(shares.argmax()), H)", "int(shares.argmax())"), "divmod by H"),
             ((6, 0), "Layers are 0 to 5"),
             ([1, 2, 3], "Two numbers"),
         ],
-        [[2, 0], np.array([2.0, 0.0])],
+        [
+            Edit("), H)", "), H)\none_back = list(one_back)"),
+            Edit("), H)", "), H)\none_back = np.array(one_back, float)"),
+        ],
     ),
     "3c.2": Case(
         [
@@ -2466,7 +2467,7 @@ def head(q, k, v):
 def real_pattern():
     """As notebook 3a has it: of one head of storyteller."""
     story = model("storyteller", "numpy")
-    return story.run_with_cache(story.tokenizer.encode(SAID))[1]["blocks.4.attn.hook_pattern"][0]
+    return story.run_with_cache(story.tokenizer.encode(SAID))[1]["blocks.2.attn.hook_pattern"][0]
 
 
 @cache
