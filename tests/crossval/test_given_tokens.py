@@ -21,18 +21,7 @@ sys.path[:] = [path for path in sys.path if path != str(FOLDER)]
 
 SMALL = GOLDEN / "llama-dense"
 PROMPT = "Once upon a time"
-PROMPTS = (
-    PROMPT,
-    "Hello",
-    "Alice",
-    "The king",
-    "The rabbit ran",
-    "My dear",
-    "In the morning",
-    "The end",
-    "Yes",
-    "Chapter",
-)
+PROMPTS = (PROMPT, "Hello", "Alice", "The king", "The rabbit ran", "My dear", "In the morning", "The end", "Yes")
 QUICK = ("end token after the prompt", "repetition penalty 1.3", "no 3-gram twice", "first token of row 0")
 
 
