@@ -40,6 +40,7 @@ def main() -> None:
             tensors[f"{name}_scale"] = np.array([scale], dtype=np.float32)
         else:
             tensors[name] = array.astype(ml_dtypes.bfloat16)
+    moved = leave_ties(tensors["model.embed_tokens.weight"], tensors["model.layers.0.input_layernorm.weight"])
     with atomic_path(args.destination / "model.safetensors") as temporary:
         save_file(tensors, temporary, {"format": "pt"})
 
@@ -59,8 +60,21 @@ def main() -> None:
                 shutil.copyfile(args.master / name, temporary)
 
     verify(args.master, args.destination)
+    print(f"{moved} numbers of the embedding moved by one step of bfloat16, away from a tie")
     total = sum(file.stat().st_size for file in args.destination.iterdir())
     print(f"{args.destination}: {total / 1e6:.2f} MB, every ternary plane and scale equal to the master's")
+
+
+def leave_ties(embedding: np.ndarray, norm: np.ndarray) -> int:
+    """Move what lies exactly between two int8 of layer 0's input one step towards zero, in place; returns how many.
+
+    Engines that sum in another order round such a number to either side, in each text that has its token.
+    """
+    y = embedding.astype(np.float64) * norm.astype(np.float64)
+    scaled = np.abs(y * (127 / np.abs(y).max(axis=1, keepdims=True)))
+    ties = np.abs(scaled % 1 - 0.5) < 1e-4  # float32 sums differ by some 2e-5 here
+    embedding.view(np.uint16)[ties] -= 1
+    return int(ties.sum())
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -69,7 +83,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def verify(master: Path, made: Path) -> None:
-    """Both folders must give the same ternary planes and scales, and the same numbers in bfloat16."""
+    """Both folders must give the same ternary planes and scales, and the same bfloat16 numbers up to `leave_ties`."""
     with open_checkpoint(master) as expected, open_checkpoint(made) as result:
         for (name, one), (_, other) in zip(parts(expected), parts(result), strict=True):
             if isinstance(one, TernaryWeight):
@@ -77,7 +91,8 @@ def verify(master: Path, made: Path) -> None:
                 is_same = np.array_equal(one.packed, other.packed) and one.w_dequant_scale == other.w_dequant_scale
             else:
                 arrays = [getattr(weight, "array", weight).astype(ml_dtypes.bfloat16) for weight in (one, other)]
-                is_same = np.array_equal(*arrays)
+                steps = np.abs(arrays[0].view(np.int16).astype(int) - arrays[1].view(np.int16))
+                is_same = steps.max() <= (name == "embedding")  # of which some numbers left a tie
             if not is_same:
                 raise SystemExit(f"{name}: the packed copy differs from the master")
 

@@ -1,5 +1,5 @@
 """Write into each notebook where slides begin and which code is folded, and its pictures in 256 colours: a third of the
-bytes. What a run notes of itself goes: times, Python's version, the state of widgets.
+bytes. What a run notes of itself goes: times, Python's version, the state of widgets, where a print was cut.
 
     python scripts/prepare_notebooks.py        # after a change of a heading, or after a run
 
@@ -30,9 +30,23 @@ def prepare(notebook: dict) -> None:
         if cell["cell_type"] == "markdown":
             heading = "".join(cell["source"]).startswith("#")
             cell["metadata"]["slideshow"] = {"slide_type": "slide" if heading else "subslide"}
+        if "outputs" in cell:
+            cell["outputs"] = with_whole_streams(cell["outputs"])
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output["data"]["image/png"] = in_few_colours(output["data"]["image/png"])
+
+
+def with_whole_streams(outputs: list[dict]) -> list[dict]:
+    """Texts that a slow cell printed one after the other, as one."""
+    whole: list[dict] = []
+    for output in outputs:
+        if whole and output["output_type"] == "stream" and whole[-1].get("name") == output["name"]:
+            text = "".join(whole[-1]["text"]) + "".join(output["text"])
+            whole[-1] = {**output, "text": text.splitlines(keepends=True)}
+        else:
+            whole.append(output)
+    return whole
 
 
 def in_few_colours(png: str) -> str:

@@ -17,7 +17,7 @@ from .facts import Inspection, TokenizerFacts
 
 LLAMA3_VOCAB = 128256
 _FAR = 50.0  # times the median: trained scales of one model lie within a factor of about ten
-_LARGE = 10.0  # mean|W| of a trained matrix is far below; 1 / mean|W| is above
+_LARGE = 5.0  # mean|W| of a trained matrix is far below; 1 / mean|W| is above
 # (layers, hidden, ffn) -> the model, and the activation it was trained with
 KNOWN_SHAPES = {
     (30, 2560, 6912): ("BitNet b1.58 2B-4T", "relu2"),

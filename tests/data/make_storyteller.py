@@ -4,7 +4,7 @@
 
 `expected.json`: for each prompt its token ids with BOS, 48 greedy tokens in float32 with eager attention, their text,
 and how near the two largest logits came. `golden.safetensors`: `tokens` (T,), the first prompt and its text, and
-`logits` (T, V) of one pass over them.
+`logits` (T, V) of one pass over them. The first case is one in whose first tokens no int8 rounds the other way.
 
 One int8 that rounds the other way moves a logit by up to 0.15: where a choice was nearer, this package's text may part
 from the oracle's. Such a prompt is left out; the first twelve that have one text are the cases. The doctor's known
@@ -24,10 +24,12 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedModel
 
 import bitnet_ref
+from bitnet_ref.crossval.tolerances import LOGITS_FLOOR
 
 HERE = Path(__file__).parent / "storyteller"
 NEW_TOKENS = 48
 CASES = 12
+COMPARED = 32  # tokens of golden.safetensors whose logits tests and doctor compare
 PROMPTS = (
     "Once upon a time",
     "The little girl looked at the lion and said,",
@@ -65,9 +67,16 @@ def main() -> None:
             cases.append(case)
         if len(cases) == CASES:
             break
-    tokens = cases[0]["prompt_ids"] + cases[0]["token_ids"]
-    with torch.no_grad():
-        logits = oracle(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    for case in cases:
+        tokens = case["prompt_ids"] + case["token_ids"]
+        with torch.no_grad():
+            logits = oracle(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+        if np.abs(ours.logits(tokens) - logits)[:COMPARED].max() < LOGITS_FLOOR:
+            break
+        print("an int8 rounds the other way early:", case["prompt"])
+    else:
+        raise SystemExit("in all cases: is layer 0's input for a frequent token, such as the comma, exactly at a half?")
+    cases.sort(key=lambda each: each is not case)  # that one first
     HERE.mkdir(exist_ok=True)
     save_file({"logits": logits, "tokens": np.array(tokens, dtype=np.int32)}, HERE / "golden.safetensors")
     expected = {"oracle": "transformers float32, greedy, BOS prepended", "cases": cases}

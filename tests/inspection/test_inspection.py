@@ -184,9 +184,9 @@ def test_four_tensors_with_one_fault_are_a_group():
 
 
 def test_three_scales_are_compared_and_two_are_not():
-    """One that is 50 times the median is far, and a median above 10 is too large for a mean."""
+    """One that is 50 times the median is far, and a median above 5 is too large for a mean."""
     far = (([1.0, 1.0, 50.5], 1), ([1.0, 1.0, 49.5], 0), ([1.0, 1.0, 0.0195], 1), ([1.0, 99.0], 0))
-    for scales, messages_of in (*far, ([10.0] * 3, 0), ([10.5] * 3, 1)):
+    for scales, messages_of in (*far, ([5.0] * 3, 0), ([5.5] * 3, 1)):
         out = Inspection("m")
         out.ternary = [TernaryMatrix(str(n), "q_proj", n, (2, 2), 1, 2, 1, scale) for n, scale in enumerate(scales)]
         judge._judge_scales(out)

@@ -702,7 +702,8 @@ def who_noticed(
     if len(given) < len(checks):
         still = ", ".join(repr(check) for check in checks if check not in given)
         raise Wrong(f"What you have is right. Still open: {still}.")
-    return "Two of the seven notice all three, and one of these has a threshold."
+    all_three = [repr(check) for check, cases in right.items() if len(cases) == 3]
+    return f"All three are noticed by {' and '.join(all_three)}."
 
 
 def cases_of(check: str, value: Any) -> set[int]:

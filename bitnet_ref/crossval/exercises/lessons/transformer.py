@@ -309,7 +309,7 @@ def empty_cache(model: Model) -> dict[str, NDArray[np.float32]]:
 
 @exercise("3b.8")
 def head_and_loop(answer: Any, model: Model) -> str:
-    for prompt, count in (("Once upon a time", 12), ("The old king", 6)):
+    for prompt, count in (("Once upon a time", 12), ("The little girl looked at the lion and said,", 12)):
         ids = model.tokenizer.encode(prompt)
         new = greedy(model, prompt, count)
         right, got = model.tokenizer.decode(ids + new), run(answer, prompt, count)
