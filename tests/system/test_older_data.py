@@ -1,7 +1,7 @@
 """What the version of 23 November 2026 left on a disk: each is read, converted, or refused with what to do.
 
 tests/data/older was written by that version: `crossval record`, `crossval trace --receipt`, `pull`, `train`,
-`perplexity --state`, `generate --prepared` (cython), and a `batch` that was killed. The receipt does not name the
+`perplexity` with a state, `generate --prepared` (cython), and a `batch` that was killed. The receipt does not name the
 machine, and the store not the folder that its model came from.
 """
 
@@ -21,7 +21,6 @@ from bitnet_ref.crossval.receipt import verify_receipt
 from bitnet_ref.errors import ConfigWarning, FormatError
 from bitnet_ref.evaluation import perplexity
 from bitnet_ref.formats import prepared
-from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.registry.old_store import move_old_store
 from bitnet_ref.training import TrainingRun, read_run
 
@@ -71,9 +70,22 @@ def read_rows(path):
     return np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 1))
 
 
+class Letters:
+    """A tokenizer for the tiny model, which has none."""
+
+    bos_id = 1
+
+    def encode(self, text):
+        return [1, *(3 + byte % 37 for byte in text.encode())]
+
+    def token_bytes(self, token):
+        return bytes(1)
+
+
 def test_a_state_of_perplexity_is_used(tmp_path, monkeypatch):
     shutil.copy(OLDER / "perplexity.json", tmp_path)
-    m, texts, options = model(ASSETS / "storyteller", "numpy"), [(OLDER / "text.txt").read_text()], {"length": 32}
+    m, texts, options = bitnet_ref.load(TINY, backend="numpy"), [(OLDER / "text.txt").read_text()], {"length": 64}
+    m.tokenizer = Letters()
     expected = perplexity(m, texts, "llama.cpp", **options)
     monkeypatch.setattr(sys.modules[perplexity.__module__], "sum_windows", None)  # nothing is computed
     result = perplexity(m, texts, "llama.cpp", state=tmp_path / "perplexity.json", **options)
