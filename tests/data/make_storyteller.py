@@ -3,8 +3,8 @@
     python tests/data/make_storyteller.py     # needs torch, transformers >= 5, accelerate; no test runs it
 
 `expected.json`: for each prompt its token ids with BOS, 48 greedy tokens in float32 with eager attention, their text,
-and how near the two largest logits came. `golden.safetensors`: `tokens` (T,), the first prompt and its text, and
-`logits` (T, V) of one pass over them. The first case is one in whose first tokens no int8 rounds the other way.
+and how near the two largest logits came. `golden.safetensors`: `tokens` (T,), the first prompt in whose first tokens no
+int8 rounds the other way, and its text; and `logits` (T, V) of one pass over them.
 
 One int8 that rounds the other way moves a logit by up to 0.15: where a choice was nearer, this package's text may part
 from the oracle's. Such a prompt is left out; the first twelve that have one text are the cases. The doctor's known
@@ -76,7 +76,6 @@ def main() -> None:
         print("an int8 rounds the other way early:", case["prompt"])
     else:
         raise SystemExit("in all cases: is layer 0's input for a frequent token, such as the comma, exactly at a half?")
-    cases.sort(key=lambda each: each is not case)  # that one first
     HERE.mkdir(exist_ok=True)
     save_file({"logits": logits, "tokens": np.array(tokens, dtype=np.int32)}, HERE / "golden.safetensors")
     expected = {"oracle": "transformers float32, greedy, BOS prepended", "cases": cases}
