@@ -26,7 +26,7 @@ from bitnet_ref.crossval.explain.diagnose import diagnose  # noqa: E402
 
 PICTURES = {ROOT / "docs" / "two_texts.svg": False, ROOT / "docs" / "two_texts_narrow.svg": True}  # whether narrow
 BUG = "rope_interleaved"
-PROMPT, NEW_TOKENS = "Once upon a time", 39
+PROMPT, NEW_TOKENS = "The rabbit ran", 44
 LINE, GAP, MARGIN = 22, 12, 16  # pixels
 PANEL, COLUMNS = 264, 28  # the width of a box, in pixels, and of its lines, in letters
 NARROW_PANEL, NARROW_COLUMNS = 358, 38  # as wide as the text on a screen of 390 pixels
