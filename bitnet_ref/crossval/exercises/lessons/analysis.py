@@ -296,7 +296,7 @@ def seen_by_the_logits(answer: Any, model: Model, port: Model, story: Sequence[i
     }
     mistakes.pop(right, None)
     expect_number(answer, right, within=0.0051, mistakes=mistakes, hint="It is of the last token's logits.")
-    return f"The most likely token is another one in {others} of the 23 prompts: the text hardly knows of the bug."
+    return f"The most likely token is another one in {others} of the 23 prompts; in the others a text begins as ours."
 
 
 @exercise("6.blocks")
