@@ -392,7 +392,7 @@ def test_the_page_says_why_two_texts_are_the_same_or_differ_by_a_choice(page):
         return page.text("#right-text"), page.text("#broken-text"), page.text("#texts-facts")
 
     sampled = {"temperature": 0.8, "min_p": 0.1, "max_tokens": 8}
-    write(page, **sampled, seed=69)
+    write(page, **sampled, seed=2)
     right, broken, facts = break_it("bf16_accumulators")
     assert right == broken
     assert facts == "This mistake is too small to see: the texts are the same."
