@@ -1,6 +1,6 @@
 """Plants mistakes of decoding, chunks, caches and batches in a real engine with a cache, and counts which are named.
 
-    python crossval/call_mistakes.py [--model storyteller] [--shown full|thin] [NAME ...]
+    python crossval/call_mistakes.py [--shown full|thin] [NAME ...]
 
 The engine is this package's own forward pass, call by call, with a cache. A mistake is made where engines make them: in the
 positions of a batch, in what stands in the cache between two calls, in which entries attention reads. No edit of the
