@@ -176,10 +176,15 @@ def test_a_wrong_block_is_named(block, change, name):
 def test_a_flip_inside_a_block_is_expected():
     """Noise that every op is allowed moves some activation inside a block to a neighbouring integer."""
     m = model("storyteller")
-    tokens = m.tokenizer.encode("Once upon a time, the little rabbit ran down the hill")
-    found = teacher_forced(m, on(NoisyBackend(), m), tokens)
-    flipped = [op for op in found.ops if op.status == "rounding flip"]
-    assert flipped
+
+    def noisy(text):
+        return teacher_forced(m, on(NoisyBackend(), m), m.tokenizer.encode(text))
+
+    def flips(found):
+        return [op for op in found.ops if op.status == "rounding flip"]
+
+    found = first_where(map(noisy, SENTENCES), flips, "a run with a flip inside a block")
+    flipped = flips(found)
     assert {op.kind for op in flipped} == {"residual"}
     assert all("after a rounding flip" in op.note for op in flipped)
     assert not [op for op in found.ops if op.status == "differs" and op.kind == "residual"]
