@@ -82,10 +82,11 @@ SENTENCES = (  # for what depends on rounding: with any weights, an int8 flips i
 
 def first_where(candidates: Iterable[Any], condition: Callable[[Any], Any], wanted: str) -> Any:
     """The first candidate for which the condition holds, with this model; without one the test fails."""
-    tried = list(candidates)
-    for candidate in tried:
+    tried = []
+    for candidate in candidates:
         if condition(candidate):
             return candidate
+        tried.append(candidate)
     pytest.fail(f"wanted: {wanted}. None of {len(tried)} candidates has it with this model; give more: {tried}")
 
 

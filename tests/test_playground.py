@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 from chromium import CHROMIUM, Chromium, check_readable
 from cli_runs import invoke
-from helpers import DATA, model
+from helpers import DATA, first_where, model
 from test_site import DOCS
 
 from bitnet_ref import SamplingParams, load
@@ -402,17 +402,23 @@ def test_the_page_says_why_two_texts_are_the_same_or_differ_by_a_choice(page):
     page.click("#mend")
     assert page.run("$('next').querySelectorAll('button').length") == 10
     assert break_it("rope_missing")[2] == ""
-    for seed in range(20):  # until all choices are the same; in a short beginning there is little to see
+
+    def texts_are_the_same(seed):  # in a short beginning there is little to see
         write(page, "The", **sampled, seed=seed)
-        right, broken, facts = break_it("no_causal_mask")
-        if right == broken:
-            break
+        right, broken, _ = break_it("no_causal_mask")
+        return right == broken
+
+    first_where(range(20), texts_are_the_same, "a seed whose text does not show the mistake")
+    facts = page.text("#texts-facts")
     assert "The chart reads the whole text as a prompt" in facts
-    for seed in range(20):  # until a choice falls on the other side
+
+    def texts_differ(seed):
         write(page, temperature=0.8, max_tokens=24, seed=seed)
-        right, broken, facts = break_it("truncated")
-        if right != broken:
-            break
+        right, broken, _ = break_it("truncated")
+        return right != broken
+
+    first_where(range(20), texts_differ, "a seed by which a choice falls on the other side")
+    facts = page.text("#texts-facts")
     assert "One choice fell on the other side" in facts
     ids, given, other = page.run("[playground.reading.ids, playground.given, playground.broken.ids]")
     at = given + next(i for i, (a, b) in enumerate(zip(ids[given:], other, strict=False)) if a != b)

@@ -9,6 +9,7 @@ token: the rounding of a sum follows its largest terms, not its smallest result.
 
 Where the arithmetic is exact the allowance is 0, which means equal. In a free run two inputs that differ in the last
 bit may round to different int8 values. No tolerance covers that: `flips.py` finds and shows each such element.
+What was measured on storyteller was measured on the model shipped before 29 November 2026.
 """
 
 from __future__ import annotations

@@ -60,10 +60,12 @@ def test_a_near_tie_is_no_difference(engine):
         ids = generated(engine, prompt, 60)
         rows = engine.logits([*prompt, *ids[:-1]])[len(prompt) - 1 :]
         order = np.argsort(-rows, axis=1)
-        return prompt, ids, order, rows.max(axis=1) - np.take_along_axis(rows, order[:, 1:2], axis=1)[:, 0]
+        margins = rows.max(axis=1) - np.take_along_axis(rows, order[:, 1:2], axis=1)[:, 0]
+        return text, prompt, ids, order, margins
 
-    text = first_where(PROMPTS, lambda text: continued(text)[3].min() < 0.1, "two logits that are nearly equal")
-    prompt, ids, order, margins = continued(text)
+    text, prompt, ids, order, margins = first_where(
+        map(continued, PROMPTS), lambda run: run[-1].min() < 0.1, "two logits that are nearly equal"
+    )
     for at, agrees in ((int(margins.argmin()), True), (int(margins.argmax()), False)):
         judged = judge_tokens(engine, GivenRun(prompt, (*ids[:at], int(order[at, 1])), text))
         assert judged.agrees == agrees, judged.verdict

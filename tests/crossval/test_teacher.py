@@ -177,17 +177,17 @@ def test_a_flip_inside_a_block_is_expected():
     """Noise that every op is allowed moves some activation inside a block to a neighbouring integer."""
     m = model("storyteller")
 
-    def noisy(text):
-        return teacher_forced(m, on(NoisyBackend(), m), m.tokenizer.encode(text))
+    def ops_of_a_noisy_run(text):
+        return teacher_forced(m, on(NoisyBackend(), m), m.tokenizer.encode(text)).ops
 
-    def flips(found):
-        return [op for op in found.ops if op.status == "rounding flip"]
+    def flips(ops):
+        return [op for op in ops if op.status == "rounding flip"]
 
-    found = first_where(map(noisy, SENTENCES), flips, "a run with a flip inside a block")
-    flipped = flips(found)
+    ops = first_where(map(ops_of_a_noisy_run, SENTENCES), flips, "a sentence with a flip inside a block")
+    flipped = flips(ops)
     assert {op.kind for op in flipped} == {"residual"}
     assert all("after a rounding flip" in op.note for op in flipped)
-    assert not [op for op in found.ops if op.status == "differs" and op.kind == "residual"]
+    assert not [op for op in ops if op.status == "differs" and op.kind == "residual"]
 
 
 def test_an_error_after_a_flip_does_not_hide():

@@ -61,9 +61,11 @@ def main() -> None:
     for prompt in PROMPTS:
         case = make_case(oracle, ours, prompt)
         again = ours.generate(case["prompt_ids"], max_tokens=NEW_TOKENS, ignore_eos=True).token_ids
-        verdict = "same " if again == case["token_ids"] else "OTHER"
-        print(f"{verdict} {case['smallest_margin']:.4f} {prompt!r} {case['text']!r}", flush=True)
-        if again == case["token_ids"]:
+        is_same = again == case["token_ids"]
+        print(
+            f"{'same ' if is_same else 'OTHER'} {case['smallest_margin']:.4f} {prompt!r} {case['text']!r}", flush=True
+        )
+        if is_same:
             cases.append(case)
         if len(cases) == CASES:
             break
