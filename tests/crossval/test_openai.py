@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 from cli_runs import BACKEND, invoke, invoke_json
-from helpers import model
+from helpers import SENTENCES, first_where, model
 
 from bitnet_ref.crossval.outputs.client import Client, TokenTexts, read_answer
 from bitnet_ref.crossval.outputs.served import cross_server
@@ -100,9 +100,9 @@ class Planted:
                 thread.join(10)
 
 
-def cross(planted, engine, **options):
+def cross(planted, engine, prompts=PROMPTS, **options):
     with planted.running() as url:
-        return cross_server(engine, Client(url), prompts=PROMPTS, max_tokens=24, **options)
+        return cross_server(engine, Client(url), prompts=prompts, max_tokens=24, **options)
 
 
 def confirmed(result):
@@ -159,11 +159,16 @@ def test_a_mistake_is_named_by_tokens(engine):
     shows = ("ids", "return_token_ids")
     ended = cross(Planted(engine, lambda ids: [*ids, 2], shows=shows), engine)
     assert confirmed(ended) == ["eos_appended"], ended.causes
-    penalised = cross(Planted(engine, shows=shows, repetition_penalty=1.3), engine)
-    assert not penalised.agrees
-    names = [cause.name for cause in penalised.causes]
-    assert names
-    assert all(name.startswith("repetition_penalty") for name in names), names
+
+    def is_named_alone(prompts):  # by the tokens of some prompts another penalty is possible, too
+        penalised = cross(Planted(engine, shows=shows, repetition_penalty=1.3), engine, prompts)
+        assert not penalised.agrees
+        named = [cause.name.startswith("repetition_penalty") for cause in penalised.causes]
+        assert any(named), penalised.causes
+        return all(named)
+
+    pairs = (PROMPTS, *zip(SENTENCES[::2], SENTENCES[1::2], strict=True))
+    first_where(pairs, is_named_alone, "prompts by whose tokens only a repetition penalty is possible")
 
 
 @pytest.mark.thorough
