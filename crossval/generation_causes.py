@@ -269,7 +269,7 @@ def load(name: str) -> bitnet_ref.Model:
 
 def prompts_of(model: bitnet_ref.Model, seed: int = 0) -> list[Ids]:
     """Four prompts: texts, or for a model without a tokenizer ids with its BOS."""
-    if (model.path / "tokenizer.json").exists() if model.path is not None else False:
+    if model.path is not None and any((model.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         return [model.tokenizer.encode(text) for text in TEXTS]
     rng, bos = np.random.default_rng(seed), model.config.bos_token_id
     rows = [rng.integers(3, model.config.vocab_size, length).tolist() for length in (16, 12, 9, 4)]
