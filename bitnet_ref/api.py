@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .backends import Backend
     from .notebook.profiling import Profile
     from .serving import Engine, EngineConfig
+    from .serving.engine_config import EngineOptions
     from .tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -377,8 +378,8 @@ class Model(LoadedModel):
                 profile.outcome = self.generate(prompt, **params)
         return profile
 
-    def engine(self, **settings: Any) -> Engine:
+    def engine(self, config: EngineConfig | None = None, **settings: Unpack[EngineOptions]) -> Engine:
         """Continuous batching: many requests at a time, from any threads or asyncio. See `serving.EngineConfig`."""
         from .serving import start_engines
 
-        return start_engines(self, **settings)
+        return start_engines(self, config, **settings)

@@ -31,7 +31,7 @@ from ..generation.generate import Generations, Prompt, Prompts, check_streamable
 from ..generation.params import SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
 from ..system.options import LARGEST, LONGEST_S, Number
-from .engine_config import EngineConfig
+from .engine_config import EngineConfig, EngineOptions
 from .live import LiveView
 from .metrics import EngineMetrics
 from .records import RequestProgress, StepRecord
@@ -58,7 +58,9 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     _original: Engine | None = None  # of one `with_adapter`: its end would close the engine
 
-    def __init__(self, model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig | None = None, **settings: Unpack[EngineOptions]
+    ) -> None:
         if config is not None and settings:
             raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
         self.config = (config if config is not None else EngineConfig.of(**settings)).for_model(model)

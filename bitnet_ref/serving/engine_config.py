@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ..backends import NAMES
 from ..backends.loaded import LoadedModel
@@ -31,6 +31,33 @@ from ..system.options import (
 
 PREFIX = "BITNET_REF_ENGINE_"
 MAX_TOML_BYTES = 1 << 20
+
+
+class EngineOptions(TypedDict, total=False):
+    """What a caller may give for `EngineConfig`, for type checkers and editors; a test compares the two."""
+
+    max_batch: int
+    max_batch_tokens: int
+    max_wait_s: float
+    max_queue: int
+    request_timeout_s: float | None
+    priority_wait_s: float
+    max_unread: int
+    page_size: int
+    cache_tokens: int | None
+    cache_bytes: int | None
+    cache_dtype: str | None
+    prefix_sharing: bool
+    memory_limit: int | None
+    backend: str
+    dtype: str
+    fallback: str | Sequence[str]
+    devices: Sequence[int] | None
+    gpu_layers: int | str | None
+    sampling: Mapping[str, Any]
+    generation_defaults: str | None
+    timeline_steps: int
+    replicas: int
 
 
 BACKENDS = ("auto", *NAMES)
@@ -142,15 +169,19 @@ class EngineConfig:
         return params
 
     @classmethod
-    def of(cls, **settings: Any) -> EngineConfig:
+    def of(cls, **settings: Unpack[EngineOptions]) -> EngineConfig:
         """From keyword arguments. An unknown name is refused with the nearest right one (ConfigError)."""
-        for name in settings:
+        given: dict[str, Any] = dict(settings)
+        for name in given:
             _check_known(name, name)
-        return cls(**settings)
+        return cls(**given)
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None, **overrides: Any
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        **overrides: Unpack[EngineOptions],
     ) -> EngineConfig:
         """From the arguments; settings that they lack from the environment, then from a TOML file.
 

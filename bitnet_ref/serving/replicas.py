@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from .engine import Engine
-from .engine_config import EngineConfig
+from .engine_config import EngineConfig, EngineOptions
 from .records import RequestProgress
 from .tickets import RequestHandle
 
@@ -59,7 +59,7 @@ class Replicas(Engine):
             engine.close(drain)
 
 
-def start_engines(model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> Engine:
+def start_engines(model: LoadedModel, config: EngineConfig | None = None, **settings: Unpack[EngineOptions]) -> Engine:
     """An engine on the model, or `replicas` of them."""
     engine = Engine(model, config, **settings)
     others = [Engine(model, engine.config) for _ in range(1, engine.config.replicas)]

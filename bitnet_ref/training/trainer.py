@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,22 @@ from .optimizer import OPTIMIZERS, Schedule, clip_gradients
 Batch = Ints | Sequence[Ints]
 BACKENDS = ("numpy", "cython", "cupy")
 BACKWARD_DTYPES = ("float32", "bfloat16")
+
+
+class TrainerOptions(TypedDict, total=False):
+    """Keywords of `Trainer`, for what passes them on; a test compares the two."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    schedule: Schedule | None
+    max_norm: float | None
+    distillation: Distillation | None
+    threads: int | None
+    backend: str
+    optimizer: str
+    backward_dtype: str
 
 
 class Trainer:
@@ -119,7 +135,7 @@ class Trainer:
         return checked
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike[str], **settings: Any) -> Trainer:
+    def from_folder(cls, folder: str | os.PathLike[str], **settings: Unpack[TrainerOptions]) -> Trainer:
         """The masters of a Hugging Face folder: config.json beside *.safetensors in float32, bfloat16 or float16.
 
         settings: as of `Trainer`. Raises FormatError, ConfigError.
@@ -144,7 +160,7 @@ class Trainer:
         return trainer
 
     @classmethod
-    def from_model(cls, model: str | os.PathLike[str], **settings: Any) -> Trainer:
+    def from_model(cls, model: str | os.PathLike[str], **settings: Unpack[TrainerOptions]) -> Trainer:
         """A ternary model that begins from any model that loads: each linear of the blocks becomes a BitLinear.
 
         Masters are the model's own floats; of a BitNet without masters values that round to its planes

@@ -1,11 +1,13 @@
 """EngineConfig: checked values, and where they come from."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import get_type_hints
 
 import pytest
 
 from bitnet_ref.errors import ConfigError, GenerationError
 from bitnet_ref.serving import EngineConfig
+from bitnet_ref.serving.engine_config import EngineOptions
 
 pytestmark = pytest.mark.quick_emulated
 
@@ -25,6 +27,13 @@ def toml(tmp_path):
     path = tmp_path / "engine.toml"
     path.write_text(TOML)
     return path
+
+
+def test_the_types_for_editors_name_every_setting():
+    types, fields_of = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
+    assert list(types) == [field.name for field in fields(EngineConfig)]
+    wider = {"fallback", "devices", "sampling"}  # one name, any sequence
+    assert all(types[name] == fields_of[name] for name in types.keys() - wider)
 
 
 def test_the_defaults():

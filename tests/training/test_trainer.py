@@ -1,5 +1,6 @@
 """The trainer: against torch and transformers (tests/data/training), and against the packed model that it saves."""
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
@@ -18,6 +19,7 @@ from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, Nume
 from bitnet_ref.training import Schedule, Trainer, ops
 from bitnet_ref.training.distil import Distillation
 from bitnet_ref.training.optimizer import clip_gradients, global_norm
+from bitnet_ref.training.trainer import TrainerOptions
 
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=str(reason)))
@@ -252,6 +254,12 @@ def test_norms_inside_each_bitlinear(tmp_path):
 
 
 @pytest.mark.sample(2)
+def test_the_types_for_editors_name_every_keyword():
+    keywords = [each for each in inspect.signature(Trainer).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    assert TrainerOptions.__annotations__.keys() == {each.name for each in keywords}
+    assert all(each.annotation == TrainerOptions.__annotations__[each.name].__forward_arg__ for each in keywords)
+
+
 def test_training_learns(bitnet):
     """A text that repeats: the loss falls to a fraction."""
     bitnet.schedule = Schedule(lr=5e-3)
