@@ -739,8 +739,10 @@ static void check_ruled(const kernel_set *set, int form, size_t units, size_t ro
     uint8_t *panel = allocate(units * bytes), *tokens = allocate(M * token_bytes);
     float *x = random_floats(M * K), *y = allocate(((M - 1) * stride + rows) * sizeof *y);
     for (size_t i = 0; i < units * bytes; i++) panel[i] = (uint8_t)(extreme ? 255 : random_u32());
-    for (size_t i = 0; i < units; i++)
+    for (size_t i = 0; i < units; i++) {
+        for (size_t at = 0; at < codes && f->bits == 8; at++) panel[i * bytes + at] &= f->largest;
         for (size_t at = codes; at < at_scales; at += 2) random_weight(2, (char *)panel + i * bytes + at);
+    }
     for (size_t i = 0; extreme && i < M * K; i++) x[i] = (float)extreme;
     if (!extreme && random_u32() % 4 == 0) memset(x, 0, f->block * sizeof *x);
     for (size_t i = 0; !extreme && random_u32() % 4 == 0 && i < (size_t)f->block; i++) x[i] = ldexpf(x[i], -(int)between(20, 125));

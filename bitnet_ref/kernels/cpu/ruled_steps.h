@@ -39,22 +39,23 @@
 enum { RULED_ROWS = 16, RULED_TOKENS = 4 };
 
 typedef struct {
-    int bits, offset, block, scaled; /* block: of inputs; scaled: columns of a scale within it, or 0 */
+    int bits, largest, offset; /* of a code */
+    int block, scaled; /* block: of inputs; scaled: columns of a scale within it, or 0 */
     int term; /* what is added to the sums of products: 0 nothing, 1 e * s, 2 minima */
     int is_signed; /* the scales s */
 } ruled_form;
 
 enum { N_RULED_FORMS = 9 };
 static const ruled_form RULED_FORMS[N_RULED_FORMS] = {
-    {8, 128, 32, 0, 0, 0},  /* Q8_0 */
-    {4, 8, 32, 0, 0, 0},    /* Q4_0 */
-    {4, 0, 32, 0, 1, 0},    /* Q4_1 */
-    {8, 16, 32, 0, 0, 0},   /* Q5_0 */
-    {2, 1, 32, 0, 0, 0},    /* Q2_0, Q1_0 */
-    {4, 0, 256, 32, 2, 0},  /* Q4_K */
-    {8, 0, 256, 32, 2, 0},  /* Q5_K */
-    {8, 32, 256, 16, 0, 1}, /* Q6_K */
-    {2, 1, 256, 0, 0, 0},   /* TQ1_0, TQ2_0 */
+    {8, 255, 128, 32, 0, 0, 0},/* Q8_0 */
+    {4, 15, 8, 32, 0, 0, 0},   /* Q4_0 */
+    {4, 15, 0, 32, 0, 1, 0},   /* Q4_1 */
+    {8, 31, 16, 32, 0, 0, 0},  /* Q5_0 */
+    {2, 3, 1, 32, 0, 0, 0},    /* Q2_0, Q1_0 */
+    {4, 15, 0, 256, 32, 2, 0}, /* Q4_K */
+    {8, 31, 0, 256, 32, 2, 0}, /* Q5_K */
+    {8, 63, 32, 256, 16, 0, 1},/* Q6_K */
+    {2, 3, 1, 256, 0, 0, 0},   /* TQ1_0, TQ2_0 */
 };
 
 static inline size_t ruled_unit_bytes(const ruled_form *f) {
@@ -136,15 +137,26 @@ static int ruled_token_overflows(const uint8_t *token, size_t K) {
 #endif
 #define RULED_INLINE RULED_TARGET static inline __attribute__((always_inline))
 
-/* acc + the products of 4 columns: bytes of w, unsigned, and of x, signed, the same for all rows */
-RULED_INLINE STEP(i32v) STEP(ruled_dot)(STEP(i32v) acc, STEP(i32v) w, int32_t x) {
+/* With AVX2 products are of bytes and sums of 16 bits, two of a row, which hold those of RULED_RUN(f) times 4 columns:
+ * |q| <= 127 of two columns each time. Codes with a large offset are multiplied as signed numbers. */
+typedef int8_t STEP(i8v) __attribute__((vector_size(STEP_BYTES)));
+#if STEP_BYTES == 32
+#define RULED_SIGNED(f) (f.offset >= 32)
+#define RULED_RUN(f) (f.bits < 8 ? 8 : f.largest < 64 ? 4 : 1)
+#else
+#define RULED_SIGNED(f) 0
+#define RULED_RUN(f) (f.scaled == 16 ? 4 : 8)
+#endif
+
+/* acc + the products of 4 columns: bytes of w, unsigned or signed, and of x, signed, the same for all rows */
+RULED_INLINE STEP(i32v) STEP(ruled_dot)(STEP(i32v) acc, STEP(i32v) w, int32_t x, const int is_signed) {
 #if STEP_BYTES == 64
     return (STEP(i32v))_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
 #elif STEP_BYTES == 32
-    const __m256i all = _mm256_set1_epi32(x), low = _mm256_set1_epi16(255);
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256((__m256i)w, low), _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), _mm256_srai_epi16(all, 8));
-    return acc + (STEP(i32v))_mm256_add_epi32(even, odd);
+    const __m256i all = _mm256_set1_epi32(x), from = (__m256i)w;
+    const __m256i pairs = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(from), _mm256_sign_epi8(all, from))
+                                    : _mm256_maddubs_epi16(from, all);
+    return (STEP(i32v))_mm256_add_epi16((__m256i)acc, pairs);
 #else
     for (int j = 0; j < 4; j++) acc += (w >> 8 * j & 255) * (int32_t)(int8_t)((uint32_t)x >> 8 * j);
     return acc;
@@ -154,6 +166,27 @@ RULED_INLINE STEP(i32v) STEP(ruled_dot)(STEP(i32v) acc, STEP(i32v) w, int32_t x)
 /* 16 bytes of a unit, those of the rows of this register */
 RULED_INLINE STEP(i32v) STEP(ruled_bytes)(const uint8_t *p, const int is_signed) {
     return is_signed ? STEP(signed_bytes)(p) : STEP(bytes)(p);
+}
+
+/* what the sums of a run are multiplied by: the scales at p, or 1 */
+RULED_INLINE STEP(i32v) STEP(ruled_scales)(const uint8_t *p, const int scaled, const int is_signed) {
+#if STEP_BYTES == 32 /* twice each, 16 bits */
+    if (!scaled) return (STEP(i32v))_mm256_set1_epi16(1);
+    __m128i twice = _mm_loadl_epi64((const __m128i *)p);
+    twice = _mm_unpacklo_epi8(twice, twice);
+    return (STEP(i32v))(is_signed ? _mm256_cvtepi8_epi16(twice) : _mm256_cvtepu8_epi16(twice));
+#else
+    return scaled ? STEP(ruled_bytes)(p, is_signed) : (STEP(i32v)){0} + 1;
+#endif
+}
+
+/* total + the sums of a run, scaled */
+RULED_INLINE STEP(i32v) STEP(ruled_add)(STEP(i32v) total, STEP(i32v) acc, STEP(i32v) scales) {
+#if STEP_BYTES == 32
+    return total + (STEP(i32v))_mm256_madd_epi16((__m256i)acc, (__m256i)scales);
+#else
+    return total + acc * scales;
+#endif
 }
 
 /* Rows `lane` on, as many as a register has lanes, of a panel times T tokens.   y: T rows of 16 */
@@ -173,40 +206,41 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
             const uint8_t *from = unit + part * (f.bits * 64) + 4 * lane;
             STEP(i32v) acc[RULED_TOKENS], s = {0}, m = {0};
             STEP_UNROLL
-            for (int i = 0; i < T; i++) acc[i] = (STEP(i32v)){0};
-            STEP_UNROLL
             for (int g = 0; g < 8; g++) { /* 4 columns */
+                const int group = f.scaled == 16 ? 2 * part + g / 4 : part; /* of columns with one scale */
+                if (g % (f.scaled == 16 ? 4 : 8) == 0) {
+                    s = STEP(ruled_scales)(scales + group * 16, f.scaled, f.is_signed);
+                    if (f.term == 2) m = STEP(bytes)(mins + part * 16);
+                    STEP_UNROLL
+                    for (int i = 0; i < T; i++) {
+                        const int32_t *sums = (const int32_t *)(tokens + (size_t)i * token_bytes + K + K / (size_t)f.block * 4);
+                        int32_t sum = sums[k / 16 + (size_t)(f.scaled == 16 ? group : 2 * part)];
+                        if (f.block == 256 && f.scaled != 16) sum += sums[k / 16 + (size_t)(2 * part + 1)];
+                        const STEP(i32v) of_all = (STEP(i32v)){0} + sum;
+                        acc[i] = (STEP(i32v)){0};
+                        if (f.offset && !RULED_SIGNED(f) && f.scaled) acc[i] -= f.offset * of_all;
+                        if (f.offset && !RULED_SIGNED(f) && !f.scaled) total[i] -= f.offset * of_all;
+                        if (f.term == 2) minima[i] = STEP(ruled_add)(minima[i], m, of_all);
+                    }
+                }
                 STEP(i32v) w;
                 memcpy(&w, from + (f.bits == 8 ? g : f.bits == 4 ? g % 4 : g % 2) * 64, sizeof w);
                 if (f.bits == 4) w = (g / 4 ? w >> 4 : w) & 0x0F0F0F0F;
                 if (f.bits == 2) w = (w >> 2 * (g / 2)) & 0x03030303;
+                if (RULED_SIGNED(f)) w = (STEP(i32v))((STEP(i8v))w - (int8_t)f.offset); /* it wraps */
                 STEP_UNROLL
                 for (int i = 0; i < T; i++) {
                     int32_t x;
                     memcpy(&x, tokens + (size_t)i * token_bytes + k + part * 32 + g * 4, sizeof x);
-                    acc[i] = STEP(ruled_dot)(acc[i], w, x);
+                    acc[i] = STEP(ruled_dot)(acc[i], w, x, RULED_SIGNED(f));
                 }
-                if (f.scaled == 16 && g % 4 == 3) {
-                    s = STEP(ruled_bytes)(scales + (2 * part + g / 4) * 16, f.is_signed);
+                if ((g + 1) % RULED_RUN(f) == 0) {
                     STEP_UNROLL
                     for (int i = 0; i < T; i++) {
-                        const int32_t *sums = (const int32_t *)(tokens + (size_t)i * token_bytes + K + K / (size_t)f.block * 4);
-                        total[i] += (acc[i] - f.offset * sums[k / 16 + (size_t)(2 * part + g / 4)]) * s;
+                        total[i] = STEP(ruled_add)(total[i], acc[i], s);
                         acc[i] = (STEP(i32v)){0};
                     }
                 }
-            }
-            if (f.scaled == 16) continue;
-            if (f.scaled == 32) s = STEP(ruled_bytes)(scales + part * 16, f.is_signed);
-            if (f.term == 2) m = STEP(ruled_bytes)(mins + part * 16, 0);
-            STEP_UNROLL
-            for (int i = 0; i < T; i++) {
-                const int32_t *sums = (const int32_t *)(tokens + (size_t)i * token_bytes + K + K / (size_t)f.block * 4);
-                int32_t sum = sums[k / 16 + (size_t)(2 * part)];
-                if (f.block == 256) sum += sums[k / 16 + (size_t)(2 * part + 1)];
-                if (f.offset) acc[i] -= f.offset * sum;
-                total[i] += f.scaled == 32 ? acc[i] * s : acc[i];
-                if (f.term == 2) minima[i] += m * sum;
             }
         }
         const STEP(f32v) d = STEP(weights)(unit + codes, (size_t)lane, 2);
@@ -246,5 +280,7 @@ RULED_TARGET static void STEP(ruled_panel)(int form, const uint8_t *panel, size_
         for (int i = 0; i < T; i++, m++) memcpy(y + m * y_stride, out + i * RULED_ROWS, rows * sizeof(float));
     }
 }
+#undef RULED_SIGNED
+#undef RULED_RUN
 #undef RULED_INLINE
 #undef RULED_TARGET
