@@ -17,7 +17,7 @@ from ....reference.layers import Array
 from ....reference.weights import TernaryLinear
 from ...compare import compare
 from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word, mistake_of
-from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run
+from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run, said_of
 from ..engines import calls_of, run_engine, unequal
 from ..tables import judged_by_table
 
@@ -357,10 +357,8 @@ def weights_from_scales(answer: Any) -> str:
             "the scales divide; here they multiply": t / np.repeat(wide, group, axis=1),
             "the signs of t are missing": np.repeat(wide, group, axis=1),
         }
-        try:
+        with said_of(f"For {what}:"):
             expect_array(run(answer, t, scale), t * np.repeat(wide, group, axis=1), mistakes=mistakes)
-        except Wrong as wrong:
-            raise Wrong(f"For {what}: {wrong}") from None
     return "One scale, or groups of any size."
 
 
@@ -430,10 +428,8 @@ def rule_of_each_dialect(answer: Any) -> str:
                 "the activations are float here; yours are int8": in_int8 @ W.T,
             }
             given = run(answer, rule, t, scales, x)
-        try:
+        with said_of(f"By the rule {rule!r}:"):
             expect_array(given, right, mistakes=mistakes)
-        except Wrong as wrong:
-            raise Wrong(f"By the rule {rule!r}: {wrong}") from None
     return "Four dialects in one program: what is left is to see which of them a file obeys."
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ....api import Model
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array
-from ..declare import Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
 
 Symbols = list[str]
 Pair = tuple[str, str]
@@ -232,10 +232,8 @@ def neighbours(answer: Any) -> str:
             ),
             "the rows are in another order; row i is that of common[i]": right[::-1, ::-1],
         }
-        try:
+        with said_of(f"In {text!r}, with common = {common}:"):
             expect_array(run(answer, words, common, keeps_lists=True), right, mistakes=mistakes)
-        except Wrong as mistake:
-            raise Wrong(f"In {text!r}, with common = {common}: {mistake}") from None
     return "Each row is a vector of its word, made of nothing but where the word stands."
 
 

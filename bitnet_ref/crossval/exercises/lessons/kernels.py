@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from ....errors import BitNetRefError
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
 from ..registers import Avx2
 from ..tables import judged_by_table
 
@@ -158,10 +158,8 @@ def rows_and_columns(answer: Any) -> str:
         ("rows of up_proj", result[0], gate > 0, of_rows),
         ("columns of down_proj", result[1], x_int8 != 0, of_columns),
     ):
-        try:
+        with said_of(f"The {what}:"):
             expect_array(mine, right, mistakes=mistakes)
-        except Wrong as problem:
-            raise Wrong(f"The {what}: {problem}") from None
     return f"Here {(gate > 0).mean():.0%} of the rows, and {(x_int8 != 0).mean():.0%} of the columns."
 
 

@@ -20,7 +20,7 @@ from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryWeight
 from ..answers import as_array, as_number, expect_array, expect_names, expect_number, expect_set
-from ..declare import Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
 from ..tables import judged_by_table
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
@@ -53,10 +53,8 @@ def ternary_matrix(answer: Any) -> str:
         "that is the root of the mean square; the mean of |W| is wanted.": np.sqrt((w**2).mean()),
         "that is the median of |W|; the mean is wanted.": np.median(sizes),
     }
-    try:
+    with said_of("s:"):
         expect_number(scale, float(s), within=1e-5 * float(s), mistakes=scales, hint="It is the mean of |W|.")
-    except Wrong as wrong:
-        raise Wrong(f"s: {wrong}") from None
     scaled = w / s
     matrices = {
         "the values are cut off where they should be rounded: the threshold is s/2, not s": np.trunc(scaled).clip(
@@ -74,10 +72,8 @@ def ternary_matrix(answer: Any) -> str:
         "that is s · W_t; the integers themselves are wanted": right * s,
         "an unsigned type has no −1: take int8": right.astype(np.uint8),
     }
-    try:
+    with said_of("w_t:"):
         expect_array(w_t, right, mistakes=matrices)
-    except Wrong as wrong:
-        raise Wrong(f"w_t: {wrong}") from None
     return "So every ternary matrix of BitNet b1.58 is made."
 
 
@@ -285,10 +281,8 @@ def absmax(answer: Any) -> str:
         "the maximum is of |x|; yours is of x": 127 / x.max(-1, keepdims=True),
         "the mean of |x| is taken, and the maximum is wanted": 127 / np.abs(x).mean(-1, keepdims=True),
     }
-    try:
+    with said_of("a:"):
         expect_array(a, right_a, mistakes=scales)
-    except Wrong as wrong:
-        raise Wrong(f"a: {wrong}") from None
     scaled = x * right_a
     roundings = {
         "the values are cut off, not rounded": np.trunc(scaled),
@@ -299,10 +293,8 @@ def absmax(answer: Any) -> str:
         "they are divided by a again; the integers themselves are wanted": np.rint(scaled) / right_a,
         "x is divided by a instead of multiplied": np.rint(x / right_a),
     }
-    try:
+    with said_of("x_q:"):
         expect_array(x_q, right_q, mistakes=roundings)
-    except Wrong as wrong:
-        raise Wrong(f"x_q: {wrong}") from None
     return "The integers of every BitLinear in the model are made so."
 
 

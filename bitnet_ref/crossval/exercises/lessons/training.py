@@ -11,7 +11,7 @@ from ....reference import quantization
 from ....reference.config import ModelConfig
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Unanswered, Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
 
 if TYPE_CHECKING:
     from ....training import Schedule, Trainer
@@ -27,8 +27,6 @@ def backward_of_a_bitlinear(answer: Any) -> str:
     result = run(answer, dy, x, w)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise Wrong("Two gradients are wanted, dx and dW.")
-    if any(each is None for each in result):
-        raise Unanswered
     if as_array(result[0]).shape == w.shape and as_array(result[1]).shape == x.shape:
         raise Wrong("The two gradients are exchanged: dx, of the shape of x, comes first.")
     x_float = x_q / a
@@ -59,10 +57,8 @@ def backward_of_a_bitlinear(answer: Any) -> str:
         ("dx", result[0], dy @ (w_t * s), of_x),
         ("dW", result[1], dy.T @ x_float, of_w),
     ):
-        try:
-            expect_array(as_array(got), right, mistakes=mistakes)
-        except Wrong as wrong:
-            raise Wrong(f"{name}: {wrong}") from None
+        with said_of(f"{name}:"):
+            expect_array(got, right, mistakes=mistakes)
     return "Both gradients."
 
 
