@@ -23,13 +23,13 @@ from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ...system.lazy import lazy_property
 from ..compare import View, fits
-from ..names import find_step, is_by_head, op_inputs, op_kind
+from ..names import find_step, is_by_head, layer_of, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
 from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
 from .variants import IMPOSSIBLE, Setting, Step, both_edits, edit_copies
-from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
+from .wording import axis_words, example, noun, place_in_words, remedy, role, scope_in_words
 
 
 class Report(Protocol):
