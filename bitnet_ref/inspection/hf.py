@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BitNetRefError, ConfigError, FormatError
+from ..errors import ConfigError, FormatError
 from ..families import config_to_dict
 from ..formats.checkpoint import Checkpoint, LoadOptions, Progress, linear_shape, scale_convention
 from ..formats.hf.adapter import describe_adapter, find_adapter, read_adapter
@@ -63,7 +63,7 @@ class HfInspector(Inspector):
         if (self.folder / "config.json").exists() or any(self.folder.glob("*.safetensors")):
             self.out.format = "Hugging Face: config.json and safetensors"
         self.read_config()
-        self.read_adapter()
+        self.try_part(self.read_adapter)
         try:
             self.tensors = CheckpointTensors(self.path)
         except FormatError as error:
@@ -110,13 +110,10 @@ class HfInspector(Inspector):
 
     def read_adapter(self) -> None:
         """Describe the LoRA adapter beside the weights, if there is one."""
-        try:
-            adapter = find_adapter(self.path, None)[1]
-            if adapter is not None and self.out.config is not None:
-                words = describe_adapter(adapter, read_adapter(adapter, self.out.config))
-                self.out.report("note", "weights", f"{words}; load applies it, adapter='none' leaves it out")
-        except BitNetRefError as error:
-            self.out.report_error("weights", error)
+        adapter = find_adapter(self.path, None)[1]
+        if adapter is not None and self.out.config is not None:
+            words = describe_adapter(adapter, read_adapter(adapter, self.out.config))
+            self.out.report("note", "weights", f"{words}; load applies it, adapter='none' leaves it out")
 
     def open(self) -> Checkpoint | None:
         tensors, config = self.tensors, self.out.config
@@ -208,10 +205,7 @@ class HfInspector(Inspector):
         shape = tensors.info(plane).shape
         if len(shape) != 2 or 0 in shape:
             return
-        try:
-            self.add_raw_plane(name, (4 * shape[0], shape[1]), blocks_of(tensors, plane))
-        except FormatError as error:
-            self.out.report_error("weights", error)
+        self.try_part(lambda: self.add_raw_plane(name, (4 * shape[0], shape[1]), blocks_of(tensors, plane)))
 
     def check_tied_head(self, checkpoint: HfCheckpoint) -> None:
         tensors, name = checkpoint.tensors, self.table_name("lm_head")
