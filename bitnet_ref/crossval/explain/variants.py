@@ -109,10 +109,6 @@ class Setting:
         others = tuple(tuple(map(int, other)) for other in others)
         return cls(loaded.config, plain_weights(loaded.weights), tokens, {}, calls, others, path=loaded.path)
 
-    def with_tokens(self, tokens: Sequence[int]) -> Setting:
-        """The reference's own setting for other tokens, in one call."""
-        return Setting(self.config, self.weights, np.asarray(tokens, dtype=np.int64), path=self.path)
-
     def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
         """The setting with these steps edited as well; of two edits of a step both are made, see `both_edits`."""
         both = {name: both_edits(self.edits[name], edits[name]) for name in edits if name in self.edits}
