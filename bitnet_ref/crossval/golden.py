@@ -30,6 +30,7 @@ from ..formats.checkpoint import linear_shape, norms_of_layer
 from ..formats.convert import TARGETS, convert, engine_of
 from ..formats.hf.config import parse_hf_config
 from ..formats.names import hf_module
+from ..formats.open import ASSETS
 from ..formats.packing import hf_from_ternary
 from ..formats.safetensors import write_arrays
 from ..reference.layers import Array, Floats
@@ -40,6 +41,7 @@ from .explain.hypotheses.activations import BlockwiseBackend
 from .names import linear_input
 
 TILE_WIDTHS = {"gguf-tl1": 64, "gguf-tl2": 96}  # BK of the kernel_config.ini beside such a file
+README = (ASSETS / "golden.md").read_text(encoding="utf-8")  # of the folder
 TOLERANCE = 3e-4  # of a logit: float32 sums in another order
 _VOCABULARY, _TOKENS = 64, 8
 _MARGIN = 1e-5  # from a rounding boundary: no float32 engine rounds an activation to its other neighbour
@@ -319,24 +321,3 @@ def _tiles(width: int) -> str:
         for number, (m, k) in enumerate(shapes)
     ]
     return "\n".join(kernels)
-
-
-README = """# Golden files of bitnet_ref
-
-Tiny random models, each in several formats, and the logits that they give. `files.json` lists the files, with the
-engine that is known to run each. All files of a model are one model: `expected.safetensors` is for all of them.
-
-    tokens                 (8,) int32, one sequence from position 0; no token is added before it
-    logits                 (8, vocabulary) float32: the model's own answer, of the float32 reference
-    logits64               the same in float64
-    logits_int8_by_256     with the inputs of ternary matrices rounded to int8 in blocks of 256 (ggml's Q8_K)
-    logits_int8_by_32      in blocks of 32 (ggml's Q8_0)
-    logits_float           of a BitNet: with inputs that are not rounded
-
-An engine that computes in float32 and as the model was trained gives `logits` within `tolerance` of `files.json`: a
-BitNet rounds the inputs of its ternary matrices to int8, 127 / max|x| of each token, half to even; the others leave
-them in float. If it is nearer to another array, that is what it does with activations. By no rule does an activation
-lie within 1e-5 of a rounding boundary, so the order of float32 sums changes none.
-
-Files are drawn from seeds by `bitnet-ref golden OUT`: the same version writes the same bytes. There is no tokenizer.
-"""

@@ -159,32 +159,32 @@ def write_matrix(path: Path, cells: Sequence[Cell]) -> None:
     engines = list(dict.fromkeys(cell.engine for cell in cells))
     by_place = {(cell.model, cell.engine): cell for cell in cells}
     rows = {model: [by_place[model, engine] for engine in engines] for model in dict.fromkeys(c.model for c in cells)}
-    text = _as_html(engines, rows, path) if path.suffix == ".html" else _as_markdown(engines, rows, path)
+    text = _as_html(engines, rows) if path.suffix == ".html" else _as_markdown(engines, rows)
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _link(cell: Cell, path: Path) -> str:
+def _link(cell: Cell) -> str:
     return "" if cell.receipt is None else f"{cell.receipt.parent.name}/{cell.receipt.name}"
 
 
-def _as_markdown(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]], path: Path) -> str:
+def _as_markdown(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:
     lines = ["| |" + "".join(f" {engine} |" for engine in engines), "|---|" + "---|" * len(engines)]
     for model, cells in rows.items():
         texts = [re.sub(r"([|\[\]])", r"\\\1", printable(cell.text)) for cell in cells]
-        links = [f"[{text}]({_link(c, path)})" if c.receipt else text for text, c in zip(texts, cells, strict=True)]
+        links = [f"[{text}]({_link(c)})" if c.receipt else text for text, c in zip(texts, cells, strict=True)]
         lines.append(f"| {printable(model)} |" + "".join(f" {link} |" for link in links))
     return "\n".join(lines) + "\n"
 
 
-def _as_html(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]], path: Path) -> str:
+def _as_html(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:
     def e(text: str) -> str:
         return html.escape(printable(text))
 
     head = "".join(f"<th>{e(engine)}</th>" for engine in engines)
     body = ""
     for model, cells in rows.items():
-        texts = [f'<a href="{e(_link(c, path))}">{e(c.text)}</a>' if c.receipt else e(c.text) for c in cells]
+        texts = [f'<a href="{e(_link(c))}">{e(c.text)}</a>' if c.receipt else e(c.text) for c in cells]
         body += f"<tr><th>{e(model)}</th>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
     style = "body{font:15px system-ui,sans-serif}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ddd}"
     return (

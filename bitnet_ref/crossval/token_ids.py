@@ -200,9 +200,8 @@ def compare_ids(
     known = ids[: min(inside, model.context_length - len(tokens) + 1)]
     if not known:
         return Greedy(0) if not ids else _outside(model, ids, 0)
-    logits = model.logits([*tokens, *known])[len(tokens) - 1 :] if _fits(model, tokens, known) else None
-    if logits is None:
-        logits = model.logits([*tokens, *known[:-1]])[len(tokens) - 1 :]
+    room = model.context_length - len(tokens)  # the logits after the last id, too, if they can be computed
+    logits = model.logits([*tokens, *known[:room]])[len(tokens) - 1 :]
     rows, ends = logits[: len(known)], end_ids(model)
     behind = rows.max(axis=1) - rows[np.arange(len(known)), known]
     wrong = behind > near_tie(engine_dtype, rows)
@@ -224,10 +223,6 @@ def compare_ids(
         best = name_of(model, int(logits[-1].argmax()))
         return Greedy(len(known) + 1, len(known), best, "the end", float(_margins(logits[-1:])[0]))
     return Greedy(len(known), smallest_margin=smallest, smallest_at=at, ties=tuple(np.flatnonzero(behind > 0).tolist()))
-
-
-def _fits(model: LoadedModel, tokens: Sequence[int], ids: Sequence[int]) -> bool:
-    return len(tokens) + len(ids) <= model.context_length
 
 
 def _stops_early(

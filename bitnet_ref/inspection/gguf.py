@@ -118,10 +118,8 @@ class GgufInspector(Inspector):
         blocks = self.raw_blocks(tensor)
         if tensor.type.name == "TQ2_0":  # 64 bytes of codes, then the scale
             blocks = (np.ascontiguousarray(raw.reshape(-1, 66)[:, :64]) for raw in blocks)
-        try:
-            self.add_raw_plane(name, (tensor.shape[0], tensor.shape[1]), blocks)
-        except FormatError as error:
-            self.out.report_error("weights", error)
+        shape = tensor.shape[0], tensor.shape[1]
+        self.try_part(lambda: self.add_raw_plane(name, shape, blocks))
 
     def check_file(self) -> None:
         if self.file is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BitNetRefError, ConfigError, FormatError
+from ..errors import ConfigError, FormatError
 from ..families import config_to_dict
 from ..formats.checkpoint import Checkpoint, LoadOptions, Progress, linear_shape, scale_convention
 from ..formats.hf.adapter import describe_adapter, find_adapter, read_adapter
@@ -21,7 +21,6 @@ from ..formats.names import hf_module, linear_of_hf
 from ..formats.native.model import NativeCheckpoint
 from ..formats.packing import split_ternary
 from ..formats.safetensors import SafetensorsFile
-from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LinearWeight
 from ..system.json_file import is_present
 from ..tokenizers import Tokenizer, load_tokenizer
@@ -43,7 +42,6 @@ class HfInspector(Inspector):
     def __init__(self, path: Path, options: LoadOptions | None = None, progress: Progress | None = None) -> None:
         super().__init__(path, options, progress)
         self.folder = path if path.is_dir() else path.parent
-        self.config: ModelConfig | None = None
         self.tensors: CheckpointTensors | None = None
         self.group_size: Any = None  # that config.json names for MLX's matrices
 
@@ -65,7 +63,7 @@ class HfInspector(Inspector):
         if (self.folder / "config.json").exists() or any(self.folder.glob("*.safetensors")):
             self.out.format = "Hugging Face: config.json and safetensors"
         self.read_config()
-        self.read_adapter()
+        self.try_part(self.read_adapter)
         try:
             self.tensors = CheckpointTensors(self.path)
         except FormatError as error:
@@ -97,7 +95,6 @@ class HfInspector(Inspector):
                 return
         for doubt in doubts:
             self.out.report("warning", "config", doubt.message, field=doubt.field)
-        self.config = config
         self.set_config(config)
         if isinstance(stated := raw.get("quantization"), dict):
             self.group_size = stated.get("group_size")
@@ -113,16 +110,13 @@ class HfInspector(Inspector):
 
     def read_adapter(self) -> None:
         """Describe the LoRA adapter beside the weights, if there is one."""
-        try:
-            adapter = find_adapter(self.path, None)[1]
-            if adapter is not None and self.config is not None:
-                words = describe_adapter(adapter, read_adapter(adapter, self.config))
-                self.out.report("note", "weights", f"{words}; load applies it, adapter='none' leaves it out")
-        except BitNetRefError as error:
-            self.out.report_error("weights", error)
+        adapter = find_adapter(self.path, None)[1]
+        if adapter is not None and self.out.config is not None:
+            words = describe_adapter(adapter, read_adapter(adapter, self.out.config))
+            self.out.report("note", "weights", f"{words}; load applies it, adapter='none' leaves it out")
 
     def open(self) -> Checkpoint | None:
-        tensors, config = self.tensors, self.config
+        tensors, config = self.tensors, self.out.config
         if tensors is None:
             return None
         packed = [tensor.name for tensor in self.out.tensors if tensor.kind == "ternary planes"]
@@ -166,7 +160,7 @@ class HfInspector(Inspector):
         return load_tokenizer(self.folder) if any(is_present(self.folder / name) for name in names) else None
 
     def table_name(self, name: str) -> str | None:
-        module = hf_module(name, self.config)
+        module = hf_module(name, self.out.config)
         module = module if self.tensors is None else self.tensors.rename(module)
         is_packed = self.tensors is not None and f"{module}.scales" in self.tensors
         return None if is_packed else f"{module}.weight"
@@ -211,10 +205,7 @@ class HfInspector(Inspector):
         shape = tensors.info(plane).shape
         if len(shape) != 2 or 0 in shape:
             return
-        try:
-            self.add_raw_plane(name, (4 * shape[0], shape[1]), blocks_of(tensors, plane))
-        except FormatError as error:
-            self.out.report_error("weights", error)
+        self.try_part(lambda: self.add_raw_plane(name, (4 * shape[0], shape[1]), blocks_of(tensors, plane)))
 
     def check_tied_head(self, checkpoint: HfCheckpoint) -> None:
         tensors, name = checkpoint.tensors, self.table_name("lm_head")

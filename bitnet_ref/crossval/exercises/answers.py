@@ -21,14 +21,18 @@ CLOSE = 2e-6  # relative: a few roundings of float32
 
 
 def expect_number(
-    value: Any, expected: float, *, within: float = 0.0, mistakes: Mapping[Any, str] | None = None, hint: str = ""
+    value: Any, expected: float, *, within: float = 0.0, mistakes: Mapping[str, ArrayLike] | None = None, hint: str = ""
 ) -> None:
-    """Raises Wrong unless the number is `expected`, give or take `within`. mistakes: what to say of wrong numbers."""
+    """Raises Wrong unless the number is `expected`, give or take `within`.
+
+    mistakes: sentence -> the number, or numbers, that this mistake gives.
+    """
     number = as_number(value)
     if abs(number - expected) <= within:
         return
-    for wrong, sentence in (mistakes or {}).items():
-        if abs(number - wrong) <= max(within, 1e-6 * abs(wrong)):
+    for sentence, numbers in (mistakes or {}).items():
+        wrong = np.asarray(numbers, dtype=np.float64)
+        if (np.abs(number - wrong) <= np.maximum(within, 1e-6 * np.abs(wrong))).any():
             raise Wrong(sentence)
     size = "too large" if number > expected else "too small"
     raise Wrong(f"{number + 0.0:g} is {size}. {hint}".strip())  # + 0.0: no "-0"
@@ -51,17 +55,17 @@ def as_number(value: Any) -> float:
     return float(array.item())
 
 
-def expect_word(value: Any, stems: Iterable[str], mistakes: Mapping[str, str], hint: str) -> None:
+def expect_word(value: Any, stems: Iterable[str], mistakes: Mapping[str, Iterable[str]], hint: str) -> None:
     """Raises Wrong unless a word of the text begins with one of `stems`, and none with that of a mistake.
 
-    mistakes: stem -> what to say of it.
+    mistakes: sentence -> the stems of which it is said.
     """
     if not isinstance(value, str):
         raise Wrong(f"A text is wanted, not {describe(value)}.")
     words = re.findall(r"[a-z0-9]+", value.lower())
     is_right = any(word.startswith(tuple(stems)) for word in words)
-    for stem, sentence in mistakes.items():
-        if any(word.startswith(stem) for word in words):
+    for sentence, wrong in mistakes.items():
+        if any(word.startswith(tuple(wrong)) for word in words):
             raise Wrong(f"Name one thing only. {sentence}" if is_right else sentence)
     if {"not", "no", "never", "but", "except", "neither", "nor", "without"} & set(words):
         raise Wrong("Say what it is, not what it is not.")

@@ -11,7 +11,8 @@ import os
 import re
 import tomllib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,6 +28,15 @@ class Wrong(Exception):
     def __init__(self, text: str, *hints: str) -> None:
         super().__init__(text)
         self.hints = hints
+
+
+@contextmanager
+def said_of(what: str) -> Iterator[None]:
+    """What is Wrong meanwhile is said of this: "w_t:" comes before its text."""
+    try:
+        yield
+    except Wrong as wrong:
+        raise Wrong(f"{what} {wrong}") from None
 
 
 class NoResult(Wrong):
@@ -70,7 +80,8 @@ def read_texts(file: str) -> dict[str, Any]:
 
 @cache
 def exercise_texts() -> dict[str, dict[str, Any]]:
-    """By the name of an exercise: its `answer`, `hints` and `solution`, and its `minutes` where they are not 5."""
+    """By the name of an exercise: its `answer`, `hints` and `solution`, its `minutes` where they are not 5, and what
+    its judge reads there."""
     files = sorted(path.name for path in (ASSETS / "exercises").glob("*.toml"))
     return {name: text for file in files if file != "quiz.toml" for name, text in read_texts(file).items()}
 

@@ -18,7 +18,8 @@ class Avx2:
     def __init__(self) -> None:
         self.executed: Counter[str] = Counter()
 
-    def execute(self, name: str, *operands: tuple[Array, str]) -> list[Array]:
+    def execute(self, name: str, *operands: tuple[Array, str]) -> None:
+        """Counts the instruction. Raises Wrong unless each operand is a register of that dtype."""
         self.executed[name] += 1
         for register, dtype in operands:
             size = 32 // np.dtype(dtype).itemsize
@@ -28,7 +29,6 @@ class Avx2:
                 raise Wrong(
                     f"{name} takes a register of {size} {dtype}; it got {register.dtype} of shape {register.shape}."
                 )
-        return [register for register, _ in operands]
 
     def vpbroadcastd(self, four: Array) -> Array:
         """Four int8 -> 32: the same four in each of the 8 lanes."""
@@ -39,31 +39,31 @@ class Avx2:
 
     def vpsrlw(self, a: Array, bits: int) -> Array:
         """32 uint8, shifted right in pairs: bits of the upper byte come into the lower one from above."""
-        (a,) = self.execute("vpsrlw", (a, "uint8"))
+        self.execute("vpsrlw", (a, "uint8"))
         return (np.ascontiguousarray(a).view(np.uint16) >> np.uint16(bits)).view(np.uint8)
 
     def vpand(self, a: Array, mask: int) -> Array:
         """32 uint8, each & mask."""
-        (a,) = self.execute("vpand", (a, "uint8"))
+        self.execute("vpand", (a, "uint8"))
         return a & np.uint8(mask)
 
     def vpmaddubsw(self, a: Array, b: Array) -> Array:
         """32 uint8 times 32 int8 -> 16 int16: neighbouring products are added."""
-        a, b = self.execute("vpmaddubsw", (a, "uint8"), (b, "int8"))
+        self.execute("vpmaddubsw", (a, "uint8"), (b, "int8"))
         pairs = (a.astype(np.int32) * b).reshape(16, 2).sum(axis=1)
         return np.clip(pairs, -(2**15), 2**15 - 1).astype(np.int16)
 
     def vpaddw(self, a: Array, b: Array) -> Array:
         """16 int16 + 16 int16; what does not fit wraps."""
-        a, b = self.execute("vpaddw", (a, "int16"), (b, "int16"))
+        self.execute("vpaddw", (a, "int16"), (b, "int16"))
         return a + b
 
     def vpmaddwd(self, a: Array, b: Array) -> Array:
         """16 int16 times 16 int16 -> 8 int32: neighbouring products are added. With b of ones, it widens."""
-        a, b = self.execute("vpmaddwd", (a, "int16"), (b, "int16"))
+        self.execute("vpmaddwd", (a, "int16"), (b, "int16"))
         return (a.astype(np.int32) * b).reshape(8, 2).sum(axis=1, dtype=np.int32)
 
     def vpaddd(self, a: Array, b: Array) -> Array:
         """8 int32 + 8 int32."""
-        a, b = self.execute("vpaddd", (a, "int32"), (b, "int32"))
+        self.execute("vpaddd", (a, "int32"), (b, "int32"))
         return a + b

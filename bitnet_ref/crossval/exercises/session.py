@@ -56,8 +56,9 @@ class Check:
             if answer is None:
                 raise Unanswered
             if exercise is None:
-                self._need_a_model(name)
-                assert self.model is not None
+                if self.model is None or not self.recorded:
+                    known = ", ".join(sorted(EXERCISES))
+                    raise Wrong(f"{name!r} is no exercise ({known}), and a tensor needs Check(model, tokens).")
                 text = expect_tensor(self.model, self.tokens, self.recorded, name, answer, **given)
             else:
                 text = self._judge_exercise(exercise, answer, given)
@@ -125,11 +126,6 @@ class Check:
         if answered.status != OPEN:
             self.attempts[answered.name] = self.attempts.get(answered.name, 0) + 1
         return answered
-
-    def _need_a_model(self, name: str) -> None:
-        if self.model is None or not self.recorded:
-            known = ", ".join(sorted(EXERCISES))
-            raise Wrong(f"{name!r} is no exercise ({known}), and a tensor needs Check(model, tokens).")
 
     @staticmethod
     def _how_to_begin(exercise: Exercise | None) -> str:

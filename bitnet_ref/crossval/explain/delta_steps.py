@@ -60,10 +60,8 @@ def families(step: Step) -> Iterator[Family]:
             yield Family(1.2, words, partial(_with_log_alpha, change), right, True, (0.1, 0.5, 0.9))
     for part in parts:
         yield Family(1.1, f"DeltaNet's {part} is multiplied by {{c}}", partial(_scaled, part), 1, False, (0.1, 8))
-    for part in parts.replace("v", ""):
-        for words, length in (("{c} is added to the length of", _longer), ("{c} is the least length of", _at_least)):
-            yield Family(1.2, f"DeltaNet's {_both(part)} are divided by another length: {words} each", partial(length, "qk"), 0, False, (1e-6, 1e-3, 0.1))
-        yield Family(1.2, f"eps of DeltaNet's {_both(part)} is {{c}} where 1e-06 belongs", partial(_eps, "qk"), 1e-6, True, (1e-12, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1))
+    for words, length, right, log, starts in _LENGTHS_BY if parts else ():
+        yield Family(1.2, words, partial(_by_constant, length), right, log, starts)
 
 
 _ALPHAS_BY: tuple[tuple[str, float, Callable[[float, Floats], Floats]], ...] = (
@@ -77,24 +75,20 @@ def _with_log_alpha(change: Callable[[float, Floats], Floats], c: float) -> Edit
     return by_inputs(lambda x, long, shape: x._replace(log_alpha=change(c, x.log_alpha)))
 
 
-def _both(part: str) -> str:
-    return "q and k" if part in "qk" else part
-
-
 def _scaled(part: str, c: float) -> Edit:
     return by_inputs(lambda x, long, shape: x._replace(**{part: getattr(x, part) * c}))
 
 
-def _longer(parts: str, c: float) -> Edit:
-    return _by_length(parts, lambda x: np.sqrt(np.square(x).sum(-1, keepdims=True)) + c)
+# Of the sum of squares, which q and k are divided by the root of: how a constant may be in it.
+_LENGTHS_BY: tuple[tuple[str, Callable[[Floats, float], Floats], float, bool, tuple[float, ...]], ...] = (
+    ("DeltaNet's q and k are divided by another length: {c} is added to the length of each", lambda squares, c: np.sqrt(squares) + c, 0, False, (1e-6, 1e-3, 0.1)),
+    ("DeltaNet's q and k are divided by another length: {c} is the least length of each", lambda squares, c: np.maximum(np.sqrt(squares), c), 0, False, (1e-6, 1e-3, 0.1)),
+    ("eps of DeltaNet's q and k is {c} where 1e-06 belongs", lambda squares, c: np.sqrt(squares + c), 1e-6, True, (1e-12, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)),
+)
 
 
-def _at_least(parts: str, c: float) -> Edit:
-    return _by_length(parts, lambda x: np.maximum(np.sqrt(np.square(x).sum(-1, keepdims=True)), c))
-
-
-def _eps(parts: str, c: float) -> Edit:
-    return _by_length(parts, lambda x: np.sqrt(np.square(x).sum(-1, keepdims=True) + c))
+def _by_constant(length: Callable[[Floats, float], Floats], c: float) -> Edit:
+    return _by_length("qk", lambda x: length(np.square(x).sum(-1, keepdims=True), c))
 
 
 # -- what a token gives to the memory ----------------------------------------------------------------------------------

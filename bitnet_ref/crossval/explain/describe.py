@@ -23,13 +23,13 @@ from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ...system.lazy import lazy_property
 from ..compare import View, fits
-from ..names import find_step, is_by_head, op_inputs, op_kind
+from ..names import find_step, is_by_head, layer_of, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
 from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
 from .variants import IMPOSSIBLE, Setting, Step, both_edits, edit_copies
-from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
+from .wording import axis_words, example, noun, place_in_words, remedy, role, scope_in_words
 
 
 class Report(Protocol):
@@ -96,15 +96,10 @@ ENOUGH = 0.35  # descriptions that cost so much more than the simplest that expl
 
 @dataclass
 class Match:
-    """How a computed tensor fits the engine's.
+    """That a computed tensor fits the engine's: at these indices of an axis, if the right tensor fits at the others;
+    everywhere if the region is None."""
 
-    whole: everywhere.   region: it fits at these indices of an axis, and the right tensor fits elsewhere.
-    share: of the wrong values, how many it explains.
-    """
-
-    whole: bool
     region: tuple[int, tuple[int, ...]] | None = None
-    share: float = 0.0
 
 
 class Target:
@@ -188,21 +183,20 @@ class Target:
         """None where the tensor explains nothing."""
         close = self.close(mine)
         if rounds and self.is_rounded(mine, close, self):
-            return Match(True, share=1.0)
+            return Match()
         if self.fits_but_for_flips(close, mine.astype(np.float64)):
             changed = ~self.right_close & close
             few = self.exact and not close.all() and (~close).sum() > 0.1 * (~self.right_close).sum()
-            return Match(True, share=1.0) if changed.any() and not few else None
+            return Match() if changed.any() and not few else None
         wrong = ~self.right_close
-        share = float((wrong & close).sum() / max(1, wrong.sum()))
-        if share == 0:
+        if not (wrong & close).any():
             return None
         for axis in range(close.ndim) if self.alone else (0,):
             others = tuple(i for i in range(close.ndim) if i != axis)
             bad = wrong.any(axis=others)
             if not bad.all() and np.take(close, np.flatnonzero(bad), axis=axis).all():
-                return Match(False, (axis, tuple(np.flatnonzero(bad).tolist())), 1.0)
-        return Match(False, None, share if share > 0.5 and self.distance(mine) < self.error / 2 else 0.0)
+                return Match((axis, tuple(np.flatnonzero(bad).tolist())))
+        return None
 
 
 def regional(edit: Edit, axis: int, indices: tuple[int, ...]) -> Edit:
@@ -380,7 +374,7 @@ class Evidence:
 
 @dataclass
 class Explanation:
-    """A description with its constant, applied in the steps `names`. share: of the wrong values that it explains.
+    """A description with its constant, applied in the steps `names`.
 
     known: the mistake that the description is an edit of.   rounds: see `Description`.   result: the tensor with it.
     """
@@ -390,7 +384,6 @@ class Explanation:
     edit: Edit
     names: tuple[str, ...]
     place: str = ""
-    share: float = 1.0
     error: float = 0.0
     known: Hypothesis | None = None
     rounds: bool = False
@@ -413,7 +406,6 @@ class Site:
     def __init__(self, evidence: Evidence, name: str, report: Report, known: Sequence[Hypothesis] = ()) -> None:
         self.evidence, self.name, self.report = evidence, name, report
         self.target, self.stretch = evidence.targets[name], evidence.stretch(name)
-        self.partial: Explanation | None = None
         self.known = [(each, [n for n in self.stretch if each.is_in(evidence.steps[n])]) for each in known]
         mask = np.isfinite(self.target.theirs) & (~self.target.right_close if self.target.alone else True)
         seen = mask & self._first_half()
@@ -519,7 +511,7 @@ class Site:
                 edit, rounds = both_edits(first.edit, second.edit), first.rounds or second.rounds
                 mine = self.compute((self.name,), edit)
                 match = None if mine is None else self.target.match(mine, rounds)
-                if mine is None or match is None or not match.whole:
+                if mine is None or match is None or match.region is not None:
                     continue
                 left = self.target.distance(mine)
                 if left >= ROUNDING_LEFT / 3 * min(error, self.target.error) or self._makes_less(first, second, left):
@@ -604,20 +596,16 @@ class Site:
         match = None if mine is None else self.target.match(mine, rounds)
         if match is None or mine is None:
             return None
-        if match.whole:
+        if match.region is None:
             error = self.target.distance(mine)
             if not self.target.alone and error > (ROUNDING_LEFT if rounds else 0.05) * self.target.error:
                 return None  # among so many descriptions one is near by chance
             return Explanation(cost, text, edit, unit, error=error, rounds=rounds, result=mine)
-        if match.region is None:
-            if match.share > (self.partial.share if self.partial else 0.5):
-                self.partial = Explanation(cost, text, edit, unit, share=match.share)
-            return None
         axis, indices = match.region
         of_step = axis if self.target.alone else int(is_by_head(unit[0]))
         part = regional(edit, of_step, indices)
         again = self.compute(unit, part)
-        if again is None or (match := self.target.match(again)) is None or not match.whole:
+        if again is None or (match := self.target.match(again)) is None or match.region is not None:
             return None
         shape, by_head = self.target.theirs.shape, self.target.by_head
         place = place_in_words(unit[0], shape, by_head, self.evidence.setting.config, axis, indices)
@@ -1092,7 +1080,7 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
                 wider = {n: e for n, e in edits.items() if n in stretch} | dict.fromkeys(unit, explanation.edit)
                 mine = evidence.compute(name, wider)
                 match = None if mine is None else evidence.targets[name].match(mine, explanation.rounds)
-                if match is not None and match.whole:
+                if match is not None and match.region is None:
                     edits.update(dict.fromkeys(unit, explanation.edit))
                     break
     return edits

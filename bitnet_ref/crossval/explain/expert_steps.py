@@ -57,7 +57,7 @@ def descriptions(step: Step) -> Iterator[Description]:
     if kind == "hook_expert_weights":
         yield from _shares(step)
     elif kind in _MATRICES:
-        yield from _products(kind, len(layer_weights(step).gate_proj.experts))
+        yield from _products(len(layer_weights(step).gate_proj.experts))
     elif kind == "hook_mixed":
         yield from _mixtures(len(step.inputs[0]))
 
@@ -82,7 +82,7 @@ def _shares(step: Step) -> Iterator[Description]:
 _MATRICES = {"hook_pre": "gate_proj", "hook_pre_linear": "up_proj", "hook_expert_out": "down_proj"}
 
 
-def _products(kind: str, experts: int) -> Iterator[Description]:
+def _products(experts: int) -> Iterator[Description]:
     def of(change: Callable[[Floats, Floats, Any], tuple[Floats, Any]]) -> Edit:
         def edit(step: Step, compute: Edit, x: Floats, shares: Floats) -> Floats:
             w = getattr(layer_weights(step), _MATRICES[step.name.rpartition(".")[2]])

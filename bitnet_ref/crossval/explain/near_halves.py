@@ -36,7 +36,7 @@ from ..compare import Comparison, OpResult, Tensors, View, compare
 from ..flips import Flip, distance_to_half
 from ..names import INT8, LOGITS, first_rows, is_by_head, layer_of, linear_input, op_order
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
-from .variants import IMPOSSIBLE, Setting, quick_ternary_matmul
+from .variants import IMPOSSIBLE, Finished, Setting, quick_ternary_matmul
 
 _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong token and of those that it sees
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
@@ -300,7 +300,7 @@ class _FlipSearch:
         be = observe(Backend("float32", threads=1), done)
         batch = TokenBatch.of([(0, start, self.setting.tokens[start:stop])])
         ropes = rope_tables_of(be, config, batch.positions)
-        with np.errstate(all="ignore"), suppress(_Finished):
+        with np.errstate(all="ignore"), suppress(Finished):
             x = embeddings(be, w, config, batch.tokens) if stream is None else stream
             for index in range(layer, config.num_hidden_layers):
                 at = BlockPlace(ropes[config.rope_of(index)], batch, cache, index)
@@ -315,10 +315,6 @@ def _row_errors(mine: Array, theirs: Array) -> NDArray[np.float64]:
     sizes = np.linalg.norm(theirs.astype(np.float64), axis=1)
     difference = np.linalg.norm(mine.astype(np.float64) - theirs, axis=1)
     return np.asarray(difference / np.maximum(sizes, np.finfo(np.float32).tiny))
-
-
-class _Finished(Exception):
-    """The last tensor that was asked for has been computed."""
 
 
 class _Pass(Recorder):
@@ -352,7 +348,7 @@ class _Pass(Recorder):
     def keep(self, name: str, array: Array) -> None:
         super().keep(name, array)
         if name == self.until:
-            raise _Finished
+            raise Finished
 
     def on_attention_block(self, step: ObservedStep, call: Call, x: Array, w: LayerWeights, *rest: Any) -> Any:
         self.streams[rest[-1].layer] = x

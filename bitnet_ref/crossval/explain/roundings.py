@@ -19,7 +19,7 @@ from ...reference.layers import ACTIVATIONS as GATES
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ..names import is_by_head
-from .edits import Description, Row, _angles, _e, _ms, _shares, _turn, input_floats, matrix, product, wide
+from .edits import Description, Row, _absmax, _angles, _e, _ms, _shares, _turn, input_floats, matrix, product, wide
 from .number_formats import (
     FLOATS,
     INT4_ROWS,
@@ -144,10 +144,6 @@ def _bit_linears(step: Step) -> Iterator[Description]:
 # -- between the inputs of a step and its result -----------------------------------------------------------------------
 
 
-def _largest(x: Array) -> Array:
-    return np.maximum(np.abs(x).max(-1, keepdims=True), 1e-5)
-
-
 def _norm_in(to: Any, x: Array, r: Array, w: Array) -> Array:
     return rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to)
 
@@ -187,7 +183,7 @@ IN_16_BITS: dict[str, list[Row]] = {
     ],
 }
 IN_FEWER_BITS: dict[str, list[Row]] = {  # and in 8
-    "hook_x_scale": [(1.1, "max|x| / 127 is rounded to {}", lambda to, x: 1 / rounded(_largest(x) / 127, to))],
+    "hook_x_scale": [(1.1, "max|x| / 127 is rounded to {}", lambda to, x: 1 / rounded(_absmax(x) / 127, to))],
     "hook_pattern": [(1.3, "exp(s) is rounded to {}", lambda to, s: _shares(wide(rounded(_e(s), to))))],
     "hook_out": [
         (1.1, "the scale of {{w}} is rounded to {}", lambda to, a, w, s: a * (rounded(w.w_dequant_scale, to) / s)),

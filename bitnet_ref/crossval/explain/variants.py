@@ -109,10 +109,6 @@ class Setting:
         others = tuple(tuple(map(int, other)) for other in others)
         return cls(loaded.config, plain_weights(loaded.weights), tokens, {}, calls, others, path=loaded.path)
 
-    def with_tokens(self, tokens: Sequence[int]) -> Setting:
-        """The reference's own setting for other tokens, in one call."""
-        return Setting(self.config, self.weights, np.asarray(tokens, dtype=np.int64), path=self.path)
-
     def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
         """The setting with these steps edited as well; of two edits of a step both are made, see `both_edits`."""
         both = {name: both_edits(self.edits[name], edits[name]) for name in edits if name in self.edits}
@@ -155,7 +151,7 @@ class Setting:
         recorder = _StepRecorder(self, be, names_filter, until, tape or {}, settle)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
         cache = EngineKVCache(self.config, slots=copies, capacity=len(self.tokens))
-        with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
+        with np.errstate(all="ignore"), suppress(Finished):  # a wrong change may overflow: `run` would raise
             forward(observe(be, recorder), self.weights, self.config, batch, cache)
         return recorder.seen
 
@@ -170,7 +166,7 @@ def _read_master(path: Path, linear: str) -> NDArray[np.float32] | None:
     return None if master is None else np.asarray(master, dtype=np.float32)
 
 
-class _Finished(Exception):
+class Finished(Exception):
     """The last tensor that was asked for has been computed."""
 
 
@@ -210,7 +206,7 @@ class _StepRecorder(Recorder):
             return  # `on_linears` has a step for it
         super().keep(name, array)
         if name == self.until:
-            raise _Finished
+            raise Finished
 
     def step(self, name: str, compute: Callable[..., Array], *inputs: Any) -> Array:
         """One step: as in the tape, computed, or as the edit computes it."""

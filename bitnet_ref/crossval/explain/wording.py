@@ -13,6 +13,7 @@ from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
 from ...reference.config import ModelConfig
 from ...reference.layers import Array
+from ..names import layer_of
 from .variants import Step
 
 NOUNS = {
@@ -51,10 +52,6 @@ def _nouns() -> dict[str, str]:
 def _functions() -> dict[str, tuple[Callable[..., Any], str]]:
     """What computes steps, those of all families: by the last part of the name."""
     return FUNCTIONS | {step.name.rpartition(".")[2]: step.source for step in all_steps() if step.source is not None}
-
-
-def layer_of(name: str) -> int | None:
-    return int(name.split(".")[1]) if name.startswith("blocks.") else None
 
 
 def role(name: str) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,9 +41,6 @@ class Rules:
     x_out: str = "divided by"
     out: str = "the weights' scale"
     constant: float = 1.0
-
-    def differing(self) -> list[str]:
-        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ _CUTS = (4, 8, 16, 32, 64, 128, 256, 512)
 
 def drivings(runs: Sequence[GivenRun], model: LoadedModel) -> Iterator[Driving]:
     """The mistakes that may explain these runs, the cheapest to test last."""
-    yield from _prompts(runs, model)
+    yield from _prompts(model)
     yield from _positions()
     yield from _penalties(longest=max(len(run.prompt) + len(run.tokens) for run in runs))
 
@@ -57,7 +58,7 @@ def bos_drivings(model: LoadedModel) -> list[Driving]:
     return [each for each in _edited_prompts(model) if each.name in names]
 
 
-def _prompts(runs: Sequence[GivenRun], model: LoadedModel) -> Iterator[Driving]:
+def _prompts(model: LoadedModel) -> Iterator[Driving]:
     yield from _edited_prompts(model)
     ask = "Send the prompt's ids once and whole."
     # fmt: off
@@ -198,6 +199,11 @@ def _short(replay: Replay, count: int) -> Rows | None:
 
 def _penalties(longest: int) -> Iterator[Driving]:
     off = "Switch it off for greedy decoding: {}."
+    rules: list[tuple[str, str, tuple[float, ...], Callable[[float], Any]]] = [  # name, its neutral value, values, rule
+        ("repetition_penalty", "1", REPETITION, RepetitionPenalty),
+        ("presence_penalty", "0", COUNTED, lambda value: CountPenalties(value, 0.0, prompt_tokens=0)),
+        ("frequency_penalty", "0", COUNTED, lambda value: CountPenalties(0.0, value, prompt_tokens=0)),
+    ]
     ranges: list[tuple[str, str, Callable[[int], slice]]] = [
         ("", "", lambda prompt: slice(None)),
         ("_generated", ", on generated tokens only", lambda prompt: slice(prompt, None)),
@@ -206,31 +212,14 @@ def _penalties(longest: int) -> Iterator[Driving]:
     if longest > WINDOW:
         ranges.append(("_last", f", on the last {WINDOW} tokens", lambda prompt: slice(-WINDOW, None)))
 
-    def repeated(replay: Replay, value: float, part: Callable[[int], slice]) -> Rows:
-        rule, chosen = RepetitionPenalty(value), part(len(replay.run.prompt))
+    def penalised(replay: Replay, value: float, rule_of: Callable[[float], Any], part: Callable[[int], slice]) -> Rows:
+        rule, chosen = rule_of(value), part(len(replay.run.prompt))
         return replay.changed(lambda ids, row: rule(ids[chosen], row))
 
-    def counted(replay: Replay, value: float, part: Callable[[int], slice], names: tuple[str, ...]) -> Rows:
-        chosen = part(len(replay.run.prompt))
-        rule = CountPenalties(value * ("presence" in names), value * ("frequency" in names), prompt_tokens=0)
-        return replay.changed(lambda ids, row: rule(ids[chosen], row))
-
-    for suffix, words, part in ranges:
-        yield Driving(
-            f"repetition_penalty{suffix}",
-            f"a repetition penalty of {{}} is left on{words}",
-            off.format("repetition_penalty 1"),
-            partial(repeated, part=part),
-            REPETITION,
-        )
-        for name in ("presence", "frequency"):
-            yield Driving(
-                f"{name}_penalty{suffix}",
-                f"a {name} penalty of {{}} is left on{words}",
-                off.format(f"{name}_penalty 0"),
-                partial(counted, part=part, names=(name,)),
-                COUNTED,
-            )
+    for (suffix, words, part), (name, neutral, values, rule_of) in product(ranges, rules):
+        cause = f"a {name.replace('_', ' ')} of {{}} is left on{words}"
+        rows = partial(penalised, rule_of=rule_of, part=part)
+        yield Driving(f"{name}{suffix}", cause, off.format(f"{name} {neutral}"), rows, values)
     yield Driving(
         "no_repeat_ngram",
         "no_repeat_ngram_size is {}: no sequence of so many tokens comes twice",

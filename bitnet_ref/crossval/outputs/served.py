@@ -239,7 +239,7 @@ def _explain(model: Model, served: Served, progress: Progress | None, budget_s: 
     for sent in ("ids", "text"):
         group = [each for each in served.exchanges if each.sent == sent]
         if any(not each.agrees for each in group):
-            if (by_prompt := _prompt_cause(model, group)) is not None:
+            if (by_prompt := _prompt_cause(group)) is not None:
                 return by_prompt
             if (by_logprobs := _by_logprobs(model, group)) is not None:
                 return by_logprobs
@@ -248,7 +248,7 @@ def _explain(model: Model, served: Served, progress: Progress | None, budget_s: 
     return Diagnoses()
 
 
-def _prompt_cause(model: Model, group: Sequence[Exchange]) -> Diagnoses | None:
+def _prompt_cause(group: Sequence[Exchange]) -> Diagnoses | None:
     """Where the server shows the ids that it ran on, no search is needed."""
     bad = next((each for each in group if each.problem is not None and each.answer.prompt_ids is not None), None)
     if bad is None or bad.problem is None:

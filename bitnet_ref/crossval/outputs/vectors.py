@@ -132,14 +132,14 @@ def _changes(model: Model) -> Iterator[_Change]:
     # fmt: off
     if len(sample) > len(tokenizer.encode(f"{default}a")) or sample[-1] in tokenizer.eos_ids:
         yield _Change("end", "end_missing", "the end token is missing, or the token before it is pooled",
-            "Append the end token to each text, as the model's tokenizer does.", ids=_without_last)
+            "Append the end token to each text, as the model's tokenizer does.", ids=lambda ids: ids[:-1])
     else:
         for end in tokenizer.eos_ids:
             yield _Change("end", "end_added", f"the end token {tokenizer.id_to_token(end)} is appended",
                 "This model's texts have none.", ids=partial(_appended, end))
     bos = tokenizer.bos_id
     if bos is not None and sample[0] == bos:
-        yield _Change("bos", "bos_missing", "BOS is missing", "Put it before each text.", ids=_without_first)
+        yield _Change("bos", "bos_missing", "BOS is missing", "Put it before each text.", ids=lambda ids: ids[1:])
         yield _Change("bos", "bos_twice", "BOS comes twice", "Put it once before each text.",
             ids=partial(_prepended, bos))
     elif bos is not None:
@@ -152,14 +152,6 @@ def _changes(model: Model) -> Iterator[_Change]:
             yield _Change("prompt", "prompt_added", f"the prompt {name!r} ({prompt!r}) is put before the text",
                 "Documents have no prompt; send none.", prompt=prompt)
     # fmt: on
-
-
-def _without_last(ids: Ids) -> Ids:
-    return ids[:-1]
-
-
-def _without_first(ids: Ids) -> Ids:
-    return ids[1:]
 
 
 def _appended(end: int, ids: Ids) -> Ids:

@@ -17,8 +17,9 @@ from ....reference.layers import Array
 from ....reference.weights import TernaryLinear
 from ...compare import compare
 from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word, mistake_of
-from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run
+from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run, said_of
 from ..engines import calls_of, run_engine, unequal
+from ..tables import judged_by_table
 
 # -- 6: crossval ---------------------------------------------------------------------------------------------------
 
@@ -286,15 +287,16 @@ def seen_by_the_logits(answer: Any, model: Model, port: Model, story: Sequence[i
     together = np.abs(port.logits(story[:24]) - model.logits(story[:24]))
     right, others = float(far.max()), int((ours.argmax(-1) != theirs.argmax(-1)).sum())
     mistakes = {
-        float((theirs - ours).max()): "The logits of the port may also be too small: take |port − model|.",
-        float((ours - theirs).max()): "The logits of the port may also be too large: take |port − model|.",
-        float(together[1:].max()): "That is of one run of all tokens. Each prompt is a call of its own here.",
-        float(together.max()): "That is of one run of all tokens. Each prompt is a call of its own here.",
-        float(far.mean()): "That is the mean over the prompts; the largest is asked.",
-        float(far[-1]): "That is of the longest prompt alone.",
-        float(others): "The size of a difference is asked, not how often the most likely token is another.",
+        "The logits of the port may also be too small: take |port − model|.": (theirs - ours).max(),
+        "The logits of the port may also be too large: take |port − model|.": (ours - theirs).max(),
+        "That is of one run of all tokens. Each prompt is a call of its own here.": (
+            together[1:].max(),
+            together.max(),
+        ),
+        "That is the mean over the prompts; the largest is asked.": far.mean(),
+        "That is of the longest prompt alone.": far[-1],
+        "The size of a difference is asked, not how often the most likely token is another.": others,
     }
-    mistakes.pop(right, None)
     expect_number(answer, right, within=0.0051, mistakes=mistakes, hint="It is of the last token's logits.")
     return f"The most likely token is another one in {others} of the 23 prompts; in the others a text begins as ours."
 
@@ -328,15 +330,7 @@ def rule_of_blocks(answer: Any) -> str:
     return "Now the measurement."
 
 
-@exercise("6.2")
-def blind_to_scale(answer: Any) -> str:
-    choices = {
-        "relative L2": "Relative L2 is the distance from the original: a tenth of its length.",
-        "cosine": "The cosine is that of the angle, and a factor does not turn a vector.",
-        "scale ratio": "The scale ratio is that of the lengths: 1.1.",
-    }
-    expect_set(answer, {"relative L2", "scale ratio"}, choices)
-    return "The cosine stays 1. Relative L2 alone does not say what is wrong: crossval tells you all three."
+judged_by_table("6.2")
 
 
 DIALECTS = ("int8, multiply", "int8, divide", "groups, float", "rotated")
@@ -363,28 +357,12 @@ def weights_from_scales(answer: Any) -> str:
             "the scales divide; here they multiply": t / np.repeat(wide, group, axis=1),
             "the signs of t are missing": np.repeat(wide, group, axis=1),
         }
-        try:
+        with said_of(f"For {what}:"):
             expect_array(run(answer, t, scale), t * np.repeat(wide, group, axis=1), mistakes=mistakes)
-        except Wrong as wrong:
-            raise Wrong(f"For {what}: {wrong}") from None
     return "One scale, or groups of any size."
 
 
-@exercise("10.large")
-def integers_below_a_large_one(answer: Any) -> str:
-    mistakes: dict[float, str] = {
-        6: "1 becomes 6. The negative values and 0 have an integer, too.",
-        7: "0 to 6 are those of the values from 0 to 1; there are negative ones, too.",
-        12: "Zero is one of them, too.",
-        254: "That many the whole range has, from −20 to 20.",
-        255: "That many the whole range has, from −20 to 20.",
-        256: "That many the whole range has, from −20 to 20.",
-        127: "127 is what 20 becomes; a value of 1 is a twentieth of it.",
-        15: "1 · 127 / 20 is 6.35, and is rounded down.",
-        12.7: "Integers are counted: 1 becomes 6.",
-    }
-    expect_number(answer, 13, mistakes=mistakes, hint="x · 127 / 20, rounded, for x from −1 to 1.")
-    return "From −6 to 6: less than four bits of the eight are left for nearly all values."
+judged_by_table("10.large")
 
 
 @exercise("10.hadamard")
@@ -450,10 +428,8 @@ def rule_of_each_dialect(answer: Any) -> str:
                 "the activations are float here; yours are int8": in_int8 @ W.T,
             }
             given = run(answer, rule, t, scales, x)
-        try:
+        with said_of(f"By the rule {rule!r}:"):
             expect_array(given, right, mistakes=mistakes)
-        except Wrong as wrong:
-            raise Wrong(f"By the rule {rule!r}: {wrong}") from None
     return "Four dialects in one program: what is left is to see which of them a file obeys."
 
 
@@ -499,17 +475,15 @@ def harm_of_norms(answer: Any, model: Model, variant: Callable[..., Model], ids:
         ours, theirs = (z - np.log(np.exp(z).sum(axis=-1, keepdims=True)) for z in (ours, theirs))
         by_token = (np.exp(ours) * (ours - theirs)).sum(axis=-1)
         mistakes = {
-            float(
-                (np.exp(theirs) * (theirs - ours)).sum(axis=-1).mean()
-            ): "That is KL(variant ‖ model): the right one's p weighs.",
-            float(
-                (np.exp(theirs) * (ours - theirs)).sum(axis=-1).mean()
-            ): "The p that weighs is that of the right model.",
-            float(-by_token.mean()): "The sign is the other one: KL is never below 0.",
-            float(by_token.mean() / np.log(2)): "That is in bits; ln gives nats.",
-            float(by_token.sum()): "That is the sum over the tokens; their mean is asked.",
-            float(by_token[-1]): "That is after the last token alone; the mean over all is asked.",
-            float((ours - theirs).mean()): "The differences of ln p are to be weighed by p before they are added.",
+            "That is KL(variant ‖ model): the right one's p weighs.": (np.exp(theirs) * (theirs - ours))
+            .sum(axis=-1)
+            .mean(),
+            "The p that weighs is that of the right model.": (np.exp(theirs) * (ours - theirs)).sum(axis=-1).mean(),
+            "The sign is the other one: KL is never below 0.": -by_token.mean(),
+            "That is in bits; ln gives nats.": by_token.mean() / np.log(2),
+            "That is the sum over the tokens; their mean is asked.": by_token.sum(),
+            "That is after the last token alone; the mean over all is asked.": by_token[-1],
+            "The differences of ln p are to be weighed by p before they are added.": (ours - theirs).mean(),
         }
         results.append(as_number(run(partial(answer, **norms) if callable(answer) else answer)))
         right = float(by_token.mean())
@@ -523,15 +497,7 @@ def harm_of_norms(answer: Any, model: Model, variant: Callable[..., Model], ids:
     return f"{results[0]:.2f} nats without attn_sub_norm, {results[1]:.2f} without ffn_sub_norm."
 
 
-@exercise("10.keys")
-def without_keys(answer: Any) -> str:
-    choices = {
-        "a": "In its own basis a rotated matrix is as ternary as any other, with the same shares.",
-        "b": "The scales are those of any ternary matrix.",
-        "c": "The model computes another function, and its loss on English shows it.",
-    }
-    expect_set(answer, {"c"}, choices)
-    return "So the package warns when it loads such a file and cannot know."
+judged_by_table("10.keys")
 
 
 @exercise("10.published")
@@ -609,21 +575,7 @@ def matrix_that_an_engine_sees(answer: Any, engine: Model, q_proj: TernaryLinear
     return f"{(right != matrix).mean():.0%} of its places have another weight than the right one."
 
 
-@exercise("11.case2")
-def on_another_machine(answer: Any) -> str:
-    mistakes = {
-        **dict.fromkeys(
-            ("scale", "magnitude"), "A wrong scale would not show in the integer sums: they come before it."
-        ),
-        "sign": "With wrong signs alone, np.abs of both matrices would be equal.",
-        "arithm": "The product of the identity is a ternary matrix: the engine multiplies rightly what it sees.",
-        "round": "The inputs are equal, and integer sums are not rounded.",
-        "overflow": "The sums are small, and every backend has them in int32.",
-        "activat": "The activations that go in are equal.",
-    }
-    hint = "Sort each row of both matrices: which of scale, signs and order of the weights can it be?"
-    expect_word(answer, ("order", "layout", "permut", "pack", "interleav", "shuffl"), mistakes, hint)
-    return "The same weights in each row, read in another order."
+judged_by_table("11.case2")
 
 
 @exercise("11.lengths")
@@ -643,13 +595,13 @@ def right_lengths(answer: Any, model: Model, tokens: Sequence[int], engine: Mode
 
 @exercise("11.case3")
 def squares(answer: Any) -> str:
-    mistakes = {
-        "revers": "Reversed rows would move the elements (i, i), too.",
-        "rotat": "A rotated square would move the corner (0, 0).",
-        "shift": "A shift would move the elements (i, i), too.",
-        **dict.fromkeys(("negat", "sign", "scal"), "The values are the right ones, at other places."),
-        "anti": "The elements (i, i) stay: that is the other diagonal.",
-        **dict.fromkeys(("byte", "bit", "hal"), "Look at the places of whole elements, in a square of 4 × 4."),
+    mistakes: dict[str, tuple[str, ...]] = {
+        "Reversed rows would move the elements (i, i), too.": ("revers",),
+        "A rotated square would move the corner (0, 0).": ("rotat",),
+        "A shift would move the elements (i, i), too.": ("shift",),
+        "The values are the right ones, at other places.": ("negat", "sign", "scal"),
+        "The elements (i, i) stay: that is the other diagonal.": ("anti",),
+        "Look at the places of whole elements, in a square of 4 × 4.": ("byte", "bit", "hal"),
     }
     text = re.sub(r"\.T\b", " transpose", str(answer)).lower()
     pairs = (
@@ -663,7 +615,7 @@ def squares(answer: Any) -> str:
         if re.search(needed, text):
             stems += words
         elif "transpo" not in text:
-            mistakes.update(dict.fromkeys(words, sentence))
+            mistakes[sentence] = words
     expect_word(
         text if isinstance(answer, str) else answer,
         stems,
@@ -764,15 +716,7 @@ def what_checks_say(
     }
 
 
-@exercise("11.1")
-def fourth_case(answer: Any) -> str:
-    choices = {
-        "int8 inputs": "They are made of x alone, before the matrix.",
-        "integer sums": "They are made of integers; the scale is applied after them.",
-        "output": "The output is the sums times the scale.",
-    }
-    expect_set(answer, {"output"}, choices)
-    return "Equal integers before, all outputs off by one factor: only the scale can be guilty."
+judged_by_table("11.1")
 
 
 @exercise("11.2")

@@ -12,7 +12,7 @@ import numpy as np
 from ....api import Model
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array
-from ..declare import Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
 
 Symbols = list[str]
 Pair = tuple[str, str]
@@ -61,12 +61,7 @@ def merge_pairs(answer: Any) -> str:
             "Only the first pair was merged": merge(symbols, pair, limit=1),
             "Go from the left to the right": merged_from_the_right(symbols, pair),
         }
-        right = merge(symbols, pair)
-        expect_symbols(
-            run(answer, symbols, pair, keeps_lists=True),
-            right,
-            {say: wrong for say, wrong in mistakes.items() if wrong != right},
-        )
+        expect_symbols(run(answer, symbols, pair, keeps_lists=True), merge(symbols, pair), mistakes)
     return "Also of aaa it makes aa and a."
 
 
@@ -237,11 +232,8 @@ def neighbours(answer: Any) -> str:
             ),
             "the rows are in another order; row i is that of common[i]": right[::-1, ::-1],
         }
-        wrong = {say: array for say, array in mistakes.items() if not np.array_equal(array, right)}
-        try:
-            expect_array(run(answer, words, common, keeps_lists=True), right, mistakes=wrong)
-        except Wrong as mistake:
-            raise Wrong(f"In {text!r}, with common = {common}: {mistake}") from None
+        with said_of(f"In {text!r}, with common = {common}:"):
+            expect_array(run(answer, words, common, keeps_lists=True), right, mistakes=mistakes)
     return "Each row is a vector of its word, made of nothing but where the word stands."
 
 

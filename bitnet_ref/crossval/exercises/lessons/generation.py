@@ -15,6 +15,7 @@ from ....reference.cache import TokenBatch
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number, mistake_of
 from ..declare import Wrong, draws, exercise, run
+from ..tables import judged_by_table
 
 
 @exercise("7a.1")
@@ -90,9 +91,7 @@ def likelihood_of_a_text(answer: Any) -> str:
             "those are digits, log2; ln is wanted": right / np.log(2),
         }
         number = as_number(run(answer, logits, ids.tolist(), start))
-        expect_array(
-            [number], [right], mistakes={cause: [wrong] for cause, wrong in mistakes.items() if wrong != right}
-        )
+        expect_array([number], [right], mistakes={cause: [wrong] for cause, wrong in mistakes.items()})
     return "Minus this mean is the loss of a language model, and e to that is its perplexity."
 
 
@@ -327,18 +326,7 @@ GUIDE_MISTAKES: dict[str, Callable[[Machine, int, str], bool]] = {
 }
 
 
-@exercise("7b.1")
-def steps_of_the_table(answer: Any) -> str:
-    mistakes = {
-        9: "That is in batches: place 1 stays empty while A writes on.",
-        12: "That is one text after the other.",
-        7: "A place that is free after step 2 is filled in step 3: no step lies between.",
-        5: "A alone takes 6 steps.",
-        8: "C begins in step 3, at the place that B has left, and D in step 6.",
-        4: "That is the number of texts.",
-    }
-    expect_number(answer, 6, mistakes=mistakes, hint="Fill in the table: C takes B's place, and D that of C.")
-    return "C and D fit beside A: 6 steps instead of 9."
+judged_by_table("7b.1")
 
 
 @exercise("7b.2")
@@ -528,11 +516,11 @@ class Passes:
 @exercise("7b.4")
 def caches_that_fit(answer: Any) -> str:
     mistakes = {
-        12: "That is in float32; float16 takes half.",
-        26: "26 texts take 4.09 GB: one too many.",
-        50: "That is with one byte for each number; float16 takes two.",
-        52083: "That is tokens; a text has 2,048.",
-        762: "Keys and values are kept in each of 30 layers.",
+        "That is in float32; float16 takes half.": 12,
+        "26 texts take 4.09 GB: one too many.": 26,
+        "That is with one byte for each number; float16 takes two.": 50,
+        "That is tokens; a text has 2,048.": 52083,
+        "Keys and values are kept in each of 30 layers.": 762,
     }
     if 25 < as_number(answer) < 26:
         raise Wrong("That is the quotient. A text fits as a whole, or not: round down.")

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ....errors import BitNetRefError
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
 from ..registers import Avx2
+from ..tables import judged_by_table
 
 # -- 4: CPU kernels ------------------------------------------------------------------------------------------------
 
@@ -49,18 +51,7 @@ def columns_of_a_shift(answer: Any) -> str:
     return "The activations would have to be gathered from four places, for every register."
 
 
-@exercise("4.3")
-def pairs_in_int16(answer: Any) -> str:
-    mistakes = {
-        131: "131 pairs are 33,012: one too many.",
-        260: "A pair is two products, so 2 · 2 · 63.",
-        520: "A code is 2 at most, and a pair has two products.",
-        128: "The limit is 63, not 64: a few more fit.",
-        65: "int16 ends at 32,767 on either side; that is half of it.",
-        64: "That is with activations up to 127 or −128.",
-    }
-    expect_number(answer, 130, mistakes=mistakes, hint="How many times 252 fit into 32,767?")
-    return "Twice as many as before, and two more."
+judged_by_table("4.3")
 
 
 @exercise("4.4")
@@ -167,10 +158,8 @@ def rows_and_columns(answer: Any) -> str:
         ("rows of up_proj", result[0], gate > 0, of_rows),
         ("columns of down_proj", result[1], x_int8 != 0, of_columns),
     ):
-        try:
+        with said_of(f"The {what}:"):
             expect_array(mine, right, mistakes=mistakes)
-        except Wrong as problem:
-            raise Wrong(f"The {what}: {problem}") from None
     return f"Here {(gate > 0).mean():.0%} of the rows, and {(x_int8 != 0).mean():.0%} of the columns."
 
 
@@ -196,10 +185,10 @@ def judged_by_the_roofline(answer: Any) -> str:
             why = next((f" Likely mistake: {cause}." for cause, made in causes.items() if made), "")
             raise Wrong(f"{case}: {limits['memory']:g} against {peak:g}, so the lower is {right}, not {limit!r}.{why}")
         mistakes = {
-            100 * speed / limits[right]: "That is the percentage; a share is wanted.",
-            limits[right] / speed: "That is the limit over the speed: the share is 1 over it.",
-            speed / max(limits.values()): f"{case}: that is the share of the higher limit; {right} is the lower one.",
-            speed / read: "GB/s are bytes; each has several multiply-adds in it.",
+            "That is the percentage; a share is wanted.": 100 * speed / limits[right],
+            "That is the limit over the speed: the share is 1 over it.": limits[right] / speed,
+            f"{case}: that is the share of the higher limit; {right} is the lower one.": speed / max(limits.values()),
+            "GB/s are bytes; each has several multiply-adds in it.": speed / read,
         }
         expect_number(
             share,
@@ -281,18 +270,7 @@ def panel_of(w_t: Array) -> Array:
 # -- 8: CUDA kernels -----------------------------------------------------------------------------------------------
 
 
-@exercise("8.1")
-def int32_overflows(answer: Any) -> str:
-    mistakes = {
-        2**18 - 1: "128 · 64 · 262,143 is 2³¹ − 8,192: it fits.",
-        2**24: "The sum is 64 times the true one.",
-        2**25: "The sum is 64 times the true one, and |x_q| may be 128.",
-        2**19: "int32 has a sign: it ends at 2³¹ − 1.",
-        2**18 + 1: "One less does not fit either.",
-        264208: "|x_q| may be 128, not 127.",
-    }
-    expect_number(answer, 2**18, mistakes=mistakes, hint="At which K does 128 · 64 · K reach 2³¹?")
-    return "From 262,144 columns on, the package takes the plain kernel."
+judged_by_table("8.1")
 
 
 @exercise("8.2")
@@ -487,12 +465,12 @@ def one_order_for_a_sum(answer: Any) -> str:
 def share_of_the_memory(answer: Any) -> str:
     right = 1.18 / 1.33e-3 / 4200
     mistakes = {
-        100 * right: "That is the percentage; a share between 0 and 1 is wanted.",
-        1 / right: "That is how many times as fast the memory is: the share is 1 over it.",
-        1.18 / 1.33e-3: "Those are the GB/s that a step reads. What share of 4,200 GB/s is that?",
-        0.52 / 1.33e-3 / 4200: "The head is read, too: 0.66 GB.",
-        0.66 / 1.33e-3 / 4200: "The ternary weights are read, too: 0.52 GB.",
-        1.18 * 568 / 4200: "That is with the time between two steps, in which the card waits; take a step on the card.",
+        "That is the percentage; a share between 0 and 1 is wanted.": 100 * right,
+        "That is how many times as fast the memory is: the share is 1 over it.": 1 / right,
+        "Those are the GB/s that a step reads. What share of 4,200 GB/s is that?": 1.18 / 1.33e-3,
+        "The head is read, too: 0.66 GB.": 0.52 / 1.33e-3 / 4200,
+        "The ternary weights are read, too: 0.52 GB.": 0.66 / 1.33e-3 / 4200,
+        "That is with the time between two steps, in which the card waits; take a step on the card.": 1.18 * 568 / 4200,
     }
     expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
     return "A fifth. So the card waits for something else than memory, most of the time. For what?"
@@ -507,20 +485,19 @@ def fixed_time_of_a_product(answer: Any) -> str:
     if 2400 < given[1] < 2500:
         raise Wrong("Those are GB/s; TB/s are wanted.")
     with_it = "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?"
-    of_rate = {
-        8.85 / 6.74: with_it,
-        1.64 / 3.81: with_it,
-        1 / rate: "Those are microseconds for a MB; TB/s are 1 over it.",
-        3.81 - 1.64 / rate: "The microseconds come first, then TB/s.",
+    of_rate: dict[str, ArrayLike] = {
+        with_it: (8.85 / 6.74, 1.64 / 3.81),
+        "Those are microseconds for a MB; TB/s are 1 over it.": 1 / rate,
+        "The microseconds come first, then TB/s.": 3.81 - 1.64 / rate,
     }
     speed = rate if given[1] == round(rate, 1) else given[1]  # 2.5, rounded by hand, will do
     expect_number(speed, rate, within=0.01, mistakes=of_rate, hint="TB/s: the difference of bytes over that of times.")
     of_time = {
-        3.81: "That is the time of the smaller matrix, with its 1.64 MB.",
-        6.74 - 3.81: "That is how much longer the larger one takes.",
-        3.81 - 1.64 / 4.2: "That is with the memory's 4.2 TB/s; take the speed that you found.",
-        3.81 - 1.64 / (8.85 / 6.74): "That is with 1.31 TB/s, in which the fixed time is.",
-        (3.81 - 1.64 / rate) / 1e6: "Those are seconds.",
+        "That is the time of the smaller matrix, with its 1.64 MB.": 3.81,
+        "That is how much longer the larger one takes.": 6.74 - 3.81,
+        "That is with the memory's 4.2 TB/s; take the speed that you found.": 3.81 - 1.64 / 4.2,
+        "That is with 1.31 TB/s, in which the fixed time is.": 3.81 - 1.64 / (8.85 / 6.74),
+        "Those are seconds.": (3.81 - 1.64 / rate) / 1e6,
     }
     expect_number(
         given[0], 3.81 - 1.64 / rate, within=0.06, mistakes=of_time, hint="Microseconds: 3.81 less its bytes."

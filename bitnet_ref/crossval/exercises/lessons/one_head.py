@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_word
+from ..answers import as_array, as_number, expect_array
 from ..declare import Wrong, draws, exercise, run
+from ..tables import judged_by_table
 
 
 def softmax(scores: Array) -> Array:
@@ -127,18 +128,7 @@ def whole_head(answer: Any) -> str:
     return "On 4, 7 and 1 tokens. That is a head."
 
 
-@exercise("3a.6")
-def who_notices(answer: Any) -> str:
-    mistakes = {
-        "all": "Tokens 0 to 2 cannot see token 3: nothing of theirs changes.",
-        "none": "Token 3 itself sees the change.",
-        "first": "Token 0 sees itself only.",
-        "second": "Token 1 comes before token 3, and sees tokens 0 and 1.",
-        **dict.fromkeys(("third", "2", "before", "next"), "Token 2 comes before token 3, and sees tokens 0 to 2."),
-    }
-    right = ("last", "fourth", "3", "token3")
-    expect_word(answer, right, mistakes, "Who can see token 3? Answer with first, second, third, last or all.")
-    return "This is why keys and values can be kept: what is new changes nothing that is old."
+judged_by_table("3a.6")
 
 
 @exercise("3a.order")

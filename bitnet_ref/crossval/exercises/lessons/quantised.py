@@ -20,7 +20,8 @@ from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryWeight
 from ..answers import as_array, as_number, expect_array, expect_names, expect_number, expect_set
-from ..declare import Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
+from ..tables import judged_by_table
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
 
@@ -43,20 +44,17 @@ def ternary_matrix(answer: Any) -> str:
         raise Wrong("s: one scale for each row or column. The mean is of the whole matrix.")
     sizes = np.abs(w)
     scales = {
-        sizes.max(): "the mean of |W| is wanted, not the maximum.",
-        w.max(): "the mean of |W| is wanted, not the maximum.",
-        w.mean(): "the mean is of |W|: of W itself, plus and minus cancel.",
-        abs(w.mean()): "that is |mean W|, where plus and minus cancel: take the sizes first, then their mean.",
-        1 / s: "that is 1/s. W ≈ s · W_t: the scale multiplies.",
-        s / 2: "that is the threshold, s/2.",
-        w.std(): "that is the standard deviation; the mean of |W| is wanted.",
-        np.sqrt((w**2).mean()): "that is the root of the mean square; the mean of |W| is wanted.",
-        np.median(sizes): "that is the median of |W|; the mean is wanted.",
+        "the mean of |W| is wanted, not the maximum.": (sizes.max(), w.max()),
+        "that is |mean W|, where plus and minus cancel: take the sizes first, then their mean.": abs(w.mean()),
+        "the mean is of |W|: of W itself, plus and minus cancel.": w.mean(),
+        "that is 1/s. W ≈ s · W_t: the scale multiplies.": 1 / s,
+        "that is the threshold, s/2.": s / 2,
+        "that is the standard deviation; the mean of |W| is wanted.": w.std(),
+        "that is the root of the mean square; the mean of |W| is wanted.": np.sqrt((w**2).mean()),
+        "that is the median of |W|; the mean is wanted.": np.median(sizes),
     }
-    try:
+    with said_of("s:"):
         expect_number(scale, float(s), within=1e-5 * float(s), mistakes=scales, hint="It is the mean of |W|.")
-    except Wrong as wrong:
-        raise Wrong(f"s: {wrong}") from None
     scaled = w / s
     matrices = {
         "the values are cut off where they should be rounded: the threshold is s/2, not s": np.trunc(scaled).clip(
@@ -74,10 +72,8 @@ def ternary_matrix(answer: Any) -> str:
         "that is s · W_t; the integers themselves are wanted": right * s,
         "an unsigned type has no −1: take int8": right.astype(np.uint8),
     }
-    try:
+    with said_of("w_t:"):
         expect_array(w_t, right, mistakes=matrices)
-    except Wrong as wrong:
-        raise Wrong(f"w_t: {wrong}") from None
     return "So every ternary matrix of BitNet b1.58 is made."
 
 
@@ -93,19 +89,16 @@ def entropy_of_three(answer: Any) -> str:
         given = run(answer, w_t)
         if np.isnan(np.asarray(given, dtype=np.float64)).any():
             raise Wrong("A share is 0, and 0 · log2(0) became no number: a value that does not occur adds nothing.")
-        mistakes = {
-            bits * np.log(2): "That is in nats: log2 gives bits.",
-            -bits: "The sign is the other one: log2 of a share is negative.",
-            bits / np.log2(3): "That is in digits of three values; log2 gives bits.",
-            bits * w_t.size: "That is the bits of all weights together.",
-            float(np.log2(len(p))): "That would be so if the values were equally frequent.",
-        }
         by_rows, counts = p * w_t.size / len(w_t), p * w_t.size
-        mistakes[float(-(counts * np.log2(counts)).sum())] = "Those are counts: a share is a count divided by w_t.size."
-        mistakes[float(-(by_rows * np.log2(by_rows)).sum())] = (
-            "len(w_t) is the number of rows: a share is of all weights, w_t.size."
-        )
-        mistakes = {wrong: text for wrong, text in mistakes.items() if abs(wrong - bits) > 1e-6}
+        mistakes = {
+            "That is in nats: log2 gives bits.": bits * np.log(2),
+            "The sign is the other one: log2 of a share is negative.": -bits,
+            "That is in digits of three values; log2 gives bits.": bits / np.log2(3),
+            "That is the bits of all weights together.": bits * w_t.size,
+            "That would be so if the values were equally frequent.": np.log2(len(p)),
+            "Those are counts: a share is a count divided by w_t.size.": -(counts * np.log2(counts)).sum(),
+            "len(w_t) is the number of rows: a share is of all weights, w_t.size.": -(by_rows * np.log2(by_rows)).sum(),
+        }
         expect_number(given, bits, within=1e-6, mistakes=mistakes, hint=f"For {w_t.tolist()} it is {bits:.4f}.")
     return "Three equal shares give log₂ 3 = 1.585 bits, and nothing gives more."
 
@@ -224,31 +217,16 @@ def rows_far_apart(answer: Any) -> str:
 def scale_again(answer: Any, ternary: Array) -> str:
     used = float((ternary != 0).mean())
     mistakes = {
-        1 / used: "The new scale is smaller, not larger: yours is the true scale divided by the new one.",
-        1 - used: "That is the share of zeros. Which share keeps its absolute value?",
-        1.0: "The scale does not survive: the zeros pull the mean down.",
-        used / 2: "That is one sign only; −s and +s have the same absolute value.",
+        "The new scale is smaller, not larger: yours is the true scale divided by the new one.": 1 / used,
+        "That is the share of zeros. Which share keeps its absolute value?": 1 - used,
+        "The scale does not survive: the zeros pull the mean down.": 1.0,
+        "That is one sign only; −s and +s have the same absolute value.": used / 2,
     }
     expect_number(answer, used, within=2e-3, mistakes=mistakes, hint="Which share of the matrix is not 0?")
     return "Absmean of a matrix that is ternary already makes its scale too small by the share of non-zeros."
 
 
-@exercise("1.harmless")
-def harmless_scales(answer: Any) -> str:
-    sharp = "q and k set the scores: a hundred times larger, and the softmax gives nearly all to one token."
-    added = "no norm follows before its result is added to the vector of the block, which it outweighs by far."
-    common = "a norm follows, and it undoes a factor that all its inputs have in common."
-    choices = {
-        "q_proj": sharp,
-        "k_proj": sharp,
-        "v_proj": f"What attention returns is a mean of v: {common}",
-        "o_proj": f"After o {added}",
-        "gate_proj": f"relu² only squares a factor: {common}",
-        "up_proj": f"Behind the product of gate and up {common}",
-        "down_proj": f"After down {added}",
-    }
-    expect_set(answer, {"v_proj", "gate_proj", "up_proj"}, choices)
-    return "Behind each of them is a norm, and it undoes a common factor. Now see whether the numbers agree."
+judged_by_table("1.harmless")
 
 
 @exercise("1.backwards")
@@ -303,10 +281,8 @@ def absmax(answer: Any) -> str:
         "the maximum is of |x|; yours is of x": 127 / x.max(-1, keepdims=True),
         "the mean of |x| is taken, and the maximum is wanted": 127 / np.abs(x).mean(-1, keepdims=True),
     }
-    try:
+    with said_of("a:"):
         expect_array(a, right_a, mistakes=scales)
-    except Wrong as wrong:
-        raise Wrong(f"a: {wrong}") from None
     scaled = x * right_a
     roundings = {
         "the values are cut off, not rounded": np.trunc(scaled),
@@ -317,10 +293,8 @@ def absmax(answer: Any) -> str:
         "they are divided by a again; the integers themselves are wanted": np.rint(scaled) / right_a,
         "x is divided by a instead of multiplied": np.rint(x / right_a),
     }
-    try:
+    with said_of("x_q:"):
         expect_array(x_q, right_q, mistakes=roundings)
-    except Wrong as wrong:
-        raise Wrong(f"x_q: {wrong}") from None
     return "The integers of every BitLinear in the model are made so."
 
 
@@ -385,20 +359,7 @@ def without_products(answer: Any) -> str:
     return "A matrix product without a multiplication, and equal."
 
 
-@exercise("2.4")
-def register_overflows(answer: Any) -> str:
-    mistakes = {
-        4128: "127 · 4,128 = 524,256 still fits: one more does not.",
-        4127: "127 · 4,127 = 524,129 fits.",
-        8256: "One of the 20 bits is the sign: it ends at 524,287, not at 1,048,575.",
-        8257: "One of the 20 bits is the sign: it ends at 524,287, not at 1,048,575.",
-        4096: "The products are 127, not 128: 127 · 4,096 = 520,192 fits.",
-        4097: "The products are 127, not 128: 127 · 4,097 = 520,319 fits.",
-        259: "That is an int16, of 16 bits; the register has 20.",
-        524288: "That is the first sum that does not fit. How many terms of 127 does it take?",
-    }
-    expect_number(answer, 4129, mistakes=mistakes, hint="127 · K is to be more than 524,287, just so.")
-    return "127 · 4,129 = 524,383. So K = 2,560 is safe in such a register, and K = 6,912 is not."
+judged_by_table("2.4")
 
 
 @exercise("2.5")
@@ -562,8 +523,8 @@ def place_in_i2_s(answer: Any, addresses: Array) -> str:
     byte, shift = (as_number(each) for each in pair)
     right = int(addresses[5, 77])
     if byte != right:
-        plain = {77 % 32: "that is its byte in row 0"}
-        plain |= {
+        plain = {
+            77 % 32: "that is its byte in row 0",
             10 * 32 + 77 // 4: "four neighbours do not share one; in a block, weights 32 apart do",
             10 * 128 + 13: "bytes, not weights",
         }
@@ -630,13 +591,11 @@ def reader_of_tq2_0(answer: Any) -> str:
     }
     expect_array(result[0], w_t, mistakes=mistakes)
     wrong = {
-        float(scale[::-1].copy().view(np.float16)[0]): "Its two bytes are exchanged: the lower one comes first.",
-        float(scale.view(np.uint16)[0]): "Those are its bits as an integer; read them as float16.",
-        float((scale.view(np.uint16).astype(np.uint32) << 16).view(np.float32)[0]): "That is read as bfloat16.",
-        float(
-            data[:2].view(np.float16)[0]
-        ): "Those are the block's first two bytes, which are codes; it ends in the scale.",
-        float(1 / np.float16(right)): "That is 1 over the scale; it is stored as it is.",
+        "Its two bytes are exchanged: the lower one comes first.": scale[::-1].copy().view(np.float16)[0],
+        "Those are its bits as an integer; read them as float16.": scale.view(np.uint16)[0],
+        "That is read as bfloat16.": (scale.view(np.uint16).astype(np.uint32) << 16).view(np.float32)[0],
+        "Those are the block's first two bytes, which are codes; it ends in the scale.": data[:2].view(np.float16)[0],
+        "That is 1 over the scale; it is stored as it is.": 1 / np.float16(right),
     }
     expect_number(result[1], right, mistakes=wrong, hint="The scale is the float16 in the last two bytes of a block.")
     return "A reader of a GGUF type, in four lines."

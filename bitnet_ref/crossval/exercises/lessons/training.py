@@ -11,7 +11,7 @@ from ....reference import quantization
 from ....reference.config import ModelConfig
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Unanswered, Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run, said_of
 
 if TYPE_CHECKING:
     from ....training import Schedule, Trainer
@@ -27,8 +27,6 @@ def backward_of_a_bitlinear(answer: Any) -> str:
     result = run(answer, dy, x, w)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise Wrong("Two gradients are wanted, dx and dW.")
-    if any(each is None for each in result):
-        raise Unanswered
     if as_array(result[0]).shape == w.shape and as_array(result[1]).shape == x.shape:
         raise Wrong("The two gradients are exchanged: dx, of the shape of x, comes first.")
     x_float = x_q / a
@@ -59,10 +57,8 @@ def backward_of_a_bitlinear(answer: Any) -> str:
         ("dx", result[0], dy @ (w_t * s), of_x),
         ("dW", result[1], dy.T @ x_float, of_w),
     ):
-        try:
-            expect_array(as_array(got), right, mistakes=mistakes)
-        except Wrong as wrong:
-            raise Wrong(f"{name}: {wrong}") from None
+        with said_of(f"{name}:"):
+            expect_array(got, right, mistakes=mistakes)
     return "Both gradients."
 
 
@@ -265,17 +261,15 @@ def compare_two(
     lucky = all_a[np.argmin(all_a.min(axis=1))].mean() - all_b[np.argmin(all_b.min(axis=1))].mean()
     gap = float(a.mean() - b.mean())
     of_gap = {
-        -gap: "It is the loss of `one` minus that of `other`; yours is the other way.",
-        float(a.mean() - all_b[2].mean()): "Each has a best rate of its own; yours takes that of `one` for both.",
-        float(all_a[1].mean() - b.mean()): "Each has a best rate of its own; yours takes that of `other` for both.",
-        float(all_a.min() - all_b.min()): "Those are the luckiest seeds; compare the means of all seeds.",
-        float(a.min() - b.min()): "That is the best seed at each best rate; compare the means of all seeds.",
-        float(lucky): "The best rate is that of the lowest mean; yours is that of the luckiest seed.",
-        float(all_a.mean() - all_b.mean()): "That is the mean of all rates; take the best rate of each.",
-        float(
-            all_a.mean(axis=1).max() - all_b.mean(axis=1).max()
-        ): "Lower is better: the best rate has the lowest loss.",
-        float(np.median(a) - np.median(b)): "Those are medians; the means are asked.",
+        "It is the loss of `one` minus that of `other`; yours is the other way.": -gap,
+        "Each has a best rate of its own; yours takes that of `one` for both.": a.mean() - all_b[2].mean(),
+        "Each has a best rate of its own; yours takes that of `other` for both.": all_a[1].mean() - b.mean(),
+        "Those are the luckiest seeds; compare the means of all seeds.": all_a.min() - all_b.min(),
+        "That is the best seed at each best rate; compare the means of all seeds.": a.min() - b.min(),
+        "The best rate is that of the lowest mean; yours is that of the luckiest seed.": lucky,
+        "That is the mean of all rates; take the best rate of each.": all_a.mean() - all_b.mean(),
+        "Lower is better: the best rate has the lowest loss.": all_a.mean(axis=1).max() - all_b.mean(axis=1).max(),
+        "Those are medians; the means are asked.": np.median(a) - np.median(b),
     }
     expect_number(
         result[0], gap, within=1e-6, mistakes=of_gap, hint="The difference of the two lowest means of the seeds."
@@ -283,24 +277,22 @@ def compare_two(
     n, va, vb = len(a), float(a.var(ddof=1)), float(b.var(ddof=1))
     right = float(np.sqrt((va + vb) / n))
     of_error = {
-        float(np.sqrt((a.var() + b.var()) / n)): "np.std divides by n; for the spread of a few seeds say ddof=1.",
-        float(
-            np.sqrt(va + vb)
-        ): "That is the spread of single seeds; a mean of n varies less: divide the squares by n.",
-        float(np.sqrt(a.var() + b.var())): "That is the spread of single seeds, and with ddof=0.",
-        float(np.sqrt(va / n) + np.sqrt(vb / n)): "The squares are added, and then the root is taken.",
-        float(np.sqrt(va) + np.sqrt(vb)): "The squares are added, each divided by n, and then the root is taken.",
-        float(np.sqrt(va + vb) / n): "n stands under the root.",
-        (va + vb) / n: "The root is missing.",
-        float(np.sqrt(va / n)): "The spread of `other` is missing.",
-        float(np.sqrt(vb / n)): "The spread of `one` is missing.",
-        float(np.sqrt((va + vb) / (2 * n))): "n is the number of seeds of one kind.",
-        float(np.sqrt(abs(va - vb) / n)): "The squares are added, also for a difference.",
-        float(np.sqrt((va + vb) / 3)): "The number of seeds is not always 3: take len.",
-        float(np.sqrt((va + vb) / 4)): "n is the number of seeds, not of rates.",
-        float(np.std(a - b, ddof=1) / np.sqrt(n)): "That pairs the seeds; the formula takes the two spreads apart.",
-        float(np.sqrt(np.sqrt(va) / n + np.sqrt(vb) / n)): "The deviations are to be squared under the root.",
-        gap / right: "That is the difference over its error; the error itself is asked.",
+        "np.std divides by n; for the spread of a few seeds say ddof=1.": np.sqrt((a.var() + b.var()) / n),
+        "That is the spread of single seeds; a mean of n varies less: divide the squares by n.": np.sqrt(va + vb),
+        "That is the spread of single seeds, and with ddof=0.": np.sqrt(a.var() + b.var()),
+        "The squares are added, and then the root is taken.": np.sqrt(va / n) + np.sqrt(vb / n),
+        "The squares are added, each divided by n, and then the root is taken.": np.sqrt(va) + np.sqrt(vb),
+        "n stands under the root.": np.sqrt(va + vb) / n,
+        "The root is missing.": (va + vb) / n,
+        "The spread of `other` is missing.": np.sqrt(va / n),
+        "The spread of `one` is missing.": np.sqrt(vb / n),
+        "n is the number of seeds of one kind.": np.sqrt((va + vb) / (2 * n)),
+        "The squares are added, also for a difference.": np.sqrt(abs(va - vb) / n),
+        "The number of seeds is not always 3: take len.": np.sqrt((va + vb) / 3),
+        "n is the number of seeds, not of rates.": np.sqrt((va + vb) / 4),
+        "That pairs the seeds; the formula takes the two spreads apart.": np.std(a - b, ddof=1) / np.sqrt(n),
+        "The deviations are to be squared under the root.": np.sqrt(np.sqrt(va) / n + np.sqrt(vb) / n),
+        "That is the difference over its error; the error itself is asked.": gap / right,
     }
     expect_number(
         result[1], right, within=1e-6, mistakes=of_error, hint="The root of the two squared deviations, each over n."
@@ -312,14 +304,14 @@ def scale_of_a_second_rounding(answer: Any, master: Array) -> str:
     w_t, s = quantization.quantize_weights(master)
     share, scale = float((w_t != 0).mean()), float(s)
     mistakes = {
-        1.0: "The scale is the mean of |W|, and the zeros count: is it s again after the first rounding?",
-        1 / share: "The other way: the second scale over the first.",
-        1 - share: "That is the share of zeros.",
-        float((w_t == 1).mean()): "That is the share of +1; |−1| counts as much.",
-        scale * share: "That is the second scale itself; over the first, s.",
-        scale: "That is the first scale. By which factor is the second another?",
-        100 * share: "That is the percentage; a factor is wanted.",
-        share**2: "Rounded three times, that would be; after two it is the factor once.",
+        "The scale is the mean of |W|, and the zeros count: is it s again after the first rounding?": 1.0,
+        "The other way: the second scale over the first.": 1 / share,
+        "That is the share of zeros.": 1 - share,
+        "That is the share of +1; |−1| counts as much.": (w_t == 1).mean(),
+        "That is the second scale itself; over the first, s.": scale * share,
+        "That is the first scale. By which factor is the second another?": scale,
+        "That is the percentage; a factor is wanted.": 100 * share,
+        "Rounded three times, that would be; after two it is the factor once.": share**2,
     }
     expect_number(answer, share, within=0.011, mistakes=mistakes, hint="The mean of |W_t · s|, over s.")
     return "The share of weights that are not 0. The −1, 0 and +1 stay: 1 / share is above a half."

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ....api import Model
 from ....reference.layers import Array
 from ..answers import as_array, expect_array, expect_shape
-from ..declare import EXERCISES, Wrong, exercise, run
+from ..declare import EXERCISES, Wrong, exercise, exercise_texts, run, said_of
 from ..tensors import expect_tensor
 
 Recorded = Mapping[str, Array]
@@ -30,20 +30,24 @@ def with_edit(model: Model, name: str, old: str, new: str) -> Callable[..., Any]
     return function
 
 
-def edited(
-    model: Model, name: str, slips: Mapping[str, tuple[str, str]], *arguments: Any
-) -> dict[str, Callable[[], Array]]:
-    """sentence -> what the solution of `name` gives with an (old, new) edit in it, run when it is asked for.
+def slips_of(name: str) -> dict[str, Sequence[str]]:
+    """sentence -> (what of the solution of `name`, what a student may write there)."""
+    slips: dict[str, Sequence[str]] = exercise_texts()[name]["slips"]
+    return slips
+
+
+def edited(model: Model, name: str, *arguments: Any) -> dict[str, Callable[[], Array]]:
+    """sentence -> what the solution of `name` gives with one of its slips in it, run when it is asked for.
 
     A block gets an empty cache besides its arguments.
     """
 
-    def make(edit: tuple[str, str]) -> Array:
+    def make(edit: Sequence[str]) -> Array:
         cache = (empty_cache(model),) * (name == "3b.7")
         result: Array = with_edit(model, name, *edit)(*arguments, *cache)
         return result
 
-    return {sentence: partial(make, edit) for sentence, edit in slips.items()}
+    return {sentence: partial(make, edit) for sentence, edit in slips_of(name).items()}
 
 
 def sizes(model: Model) -> dict[str, Any]:
@@ -79,27 +83,7 @@ def rows_of_the_embedding(answer: Any, model: Model, tokens: Sequence[int], reco
 def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     x, norm = recorded["hook_embed"], model.weights.layers[0].attn_norm
     mine = as_array(run(answer, x, norm))
-    slips = {
-        "x is divided by the mean square: the root is missing": (
-            "np.sqrt(mean_square + norm.eps)",
-            "(mean_square + norm.eps)",
-        ),
-        "the mean is taken over the tokens (axis 0); each has its own, over its features: axis=-1": (
-            "mean(axis=-1, keepdims=True)",
-            "mean(axis=0)",
-        ),
-        "one mean is taken of all tokens together: axis=-1, keepdims=True": ("mean(axis=-1, keepdims=True)", "mean()"),
-        "ε is missing: add norm.eps to the mean before the root": ("mean_square + norm.eps", "mean_square"),
-        "ε is added to the root; it belongs under it": (
-            "np.sqrt(mean_square + norm.eps)",
-            "(np.sqrt(mean_square) + norm.eps)",
-        ),
-        "the mean is squared; the mean of the squares is wanted": (
-            "np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)",
-            "np.square(x.mean(axis=-1, keepdims=True, dtype=np.float64))",
-        ),
-    }
-    made = edited(model, "3b.2", slips, x, norm)
+    made = edited(model, "3b.2", x, norm)
     return expect_tensor(model, tokens, recorded, "blocks.0.ln1.hook_normalized", mine, "hook_embed", made)
 
 
@@ -108,15 +92,7 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     x, layer = recorded["blocks.0.ln1.hook_normalized"], model.weights.layers[0]
     mine = run(answer, x, layer.q_proj)
     name = "blocks.0.attn.q_proj.hook_out"
-    slips = {
-        "the maximum is of |x|; yours is of x": ("np.abs(x).max", "x.max"),
-        "the maximum is of |x|; yours is of x, and x_q goes below −128": (
-            "np.abs(x).max(axis=-1, keepdims=True), np.float32(1e-5))\n    x_q = np.clip(np.rint(x * a), -128, 127)",
-            "x.max(axis=-1, keepdims=True), np.float32(1e-5))\n    x_q = np.rint(x * a)",
-        ),
-        "the activations are not rounded to integers: x_q is np.rint(x · a)": ("np.rint(x * a)", "x * a"),
-    }
-    made = edited(model, "3b.3", slips, x, layer.q_proj)
+    made = edited(model, "3b.3", x, layer.q_proj)
     sentence = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.ln1.hook_normalized", made)
     x, name = recorded["blocks.0.ln2.hook_normalized"], "blocks.0.mlp.up_proj.hook_out"
     expect_tensor(model, tokens, recorded, name, run(answer, x, layer.up_proj), "blocks.0.ln2.hook_normalized")
@@ -127,22 +103,12 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
 def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     q, positions = recorded["blocks.0.attn.hook_q"], np.arange(len(tokens))
     name = "blocks.0.attn.hook_rot_q"
-    halves = ("x[..., : d // 2], x[..., d // 2 :]", "x[..., 0::2], x[..., 1::2]")
-    slips = {
-        "you turned neighbouring pairs (2j, 2j + 1); this model turns halves, (j, j + d/2)": halves,
-        "the exponent is that of pair 2j: use np.arange(0, d, 2) / d": ("(0, d, 2) / d", "(d // 2) / d"),
-        "cos is used for sin": ("np.sin(angles)", "np.cos(angles)"),
-    }
-    made = edited(model, "3b.4", slips, q, positions)
+    made = edited(model, "3b.4", q, positions)
     sentence = expect_tensor(model, tokens, recorded, name, run(answer, q, positions), "blocks.0.attn.hook_k", made)
     last = run(answer, q[-1:], positions[-1:])  # alone, as in generation
-    try:
+    wrong_alone = f"Right for the whole text, wrong for its last token alone, at position {positions[-1]}:"
+    with said_of(f"{wrong_alone} use the positions that you are given."):
         expect_array(last, recorded[name][-1:])
-    except Wrong as wrong:
-        raise Wrong(
-            f"Right for the whole text, wrong for its last token alone, at position {positions[-1]}: use the "
-            f"positions that you are given. {wrong}"
-        ) from None
     return sentence
 
 
@@ -150,61 +116,22 @@ def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: R
 def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     q, k, v = (recorded[f"blocks.0.attn.{name}"] for name in ("hook_rot_q", "hook_rot_k", "hook_v"))
     name = "blocks.0.attn.hook_z"
-    slips = {
-        "the scores are divided by d, not by its root": ("/ np.sqrt(d)", "/ d"),
-        "the scores are multiplied by √d": ("/ np.sqrt(d)", "* np.sqrt(d)"),
-        "the scores are divided by √D, of the whole stream; d is the width of one head": (
-            "/ np.sqrt(d)",
-            "/ np.sqrt(H * d)",
-        ),
-        "the scores are divided by √T, of the number of tokens; d is the width of one head": (
-            "/ np.sqrt(d)",
-            "/ np.sqrt(T)",
-        ),
-        "the scores are divided by √H, of the number of heads; d is the width of one head": (
-            "/ np.sqrt(d)",
-            "/ np.sqrt(H)",
-        ),
-        "the scores are divided by the root of G · d; d is the width of one head": (
-            "/ np.sqrt(d)",
-            "/ np.sqrt(G * d)",
-        ),
-        "the mask is turned round: it hides the past and shows the future": ("[None, :] > np", "[None, :] < np"),
-        "hidden scores are 0, which softmax makes a share; they must be −∞": ("-np.inf", "0"),
-        "the mask comes after softmax, whose sums have the hidden scores in them; it comes before": (
-            "e.sum(axis=-1, keepdims=True)",
-            'np.exp(np.einsum("ihd,jhd->hij", wide_q, wide_k) / np.sqrt(d) - scores.max(axis=-1, keepdims=True))'
-            ".sum(axis=-1, keepdims=True)",
-        ),
-        "softmax sums over the queries; it must sum over the keys, axis=-1": ("e.sum(axis=-1", "e.sum(axis=-2"),
-    }
-    made, mine = edited(model, "3b.5", slips, q, k, v), as_array(run(answer, q, k, v))
+    made, mine = edited(model, "3b.5", q, k, v), as_array(run(answer, q, k, v))
     strict = with_edit(model, "3b.5", "[None, :] > np", "[None, :] >= np")(q, k, v)
     if mine.shape == strict.shape and np.allclose(mine[1:], strict[1:], atol=1e-5):  # the first token sees nothing
         raise Wrong("Likely mistake: the mask hides the token itself, too. Query i of n sees the keys j <= T − n + i.")
     sentence = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.attn.hook_v", made)
     for n in (1, 3):
-        try:
+        wrong_alone = f"Right for the whole text, wrong for its last {n} alone, as with a cache."
+        with said_of(f"{wrong_alone} Query i of n is token T − n + i of the text."):
             expect_array(run(answer, q[-n:], k, v), recorded[name][-n:])
-        except Wrong as wrong:
-            raise Wrong(
-                f"Right for the whole text, wrong for its last {n} alone, as with a cache. Query i of n is token "
-                f"T − n + i of the text. {wrong}"
-            ) from None
     return sentence
 
 
 @exercise("3b.6")
 def gate_of_the_feed_forward(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     gate, up = recorded["blocks.0.mlp.hook_pre"], recorded["blocks.0.mlp.hook_pre_linear"]
-    slips = {
-        "relu is taken of the product; it is of the gate": ("np.maximum(gate, 0)) * up", "gate) * np.maximum(up, 0)"),
-        "negative results are cut to 0; only the gate is cut, and up may be negative": (
-            "* up",
-            "* np.maximum(up, 0)",
-        ),
-    }
-    made = edited(model, "3b.6", slips, gate, up)
+    made = edited(model, "3b.6", gate, up)
     return expect_tensor(model, tokens, recorded, "blocks.0.mlp.hook_post", run(answer, gate, up), slips=made)
 
 
@@ -213,51 +140,7 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     layer, x = model.weights.layers[0], recorded["hook_embed"]
     name = "blocks.0.hook_resid_post"
     cache = empty_cache(model)
-    q_alone = "bit_linear(h, layer.q_proj).reshape(n, H, d)"
-    turned = (
-        "rope(bit_linear(h, layer.k_proj).reshape(n, G, d), positions)",
-        "bit_linear(h, layer.k_proj).reshape(n, G, d)",
-    )
-    slips = {
-        "the attention's result replaces x; it must be added to it": ("x = x + bit", "x = bit"),
-        "the attention's result is added to the normalised x; it must be added to x itself": (
-            "x = x + bit",
-            "x = h + bit",
-        ),
-        "the feed-forward's result replaces x; it must be added to it": ("return x + bit", "return bit"),
-        "both halves use attn_norm; the second has ffn_norm": ("layer.ffn_norm", "layer.attn_norm"),
-        "the keys are not turned: rope is for q and k": turned,
-        "the values are turned; rope is for q and k only": (
-            "v = bit_linear(h, layer.v_proj).reshape(n, G, d)",
-            "v = rope(bit_linear(h, layer.v_proj).reshape(n, G, d), positions)",
-        ),
-        "the first norm is missing: q, k and v read x itself": ("h = rms_norm(x, layer.attn_norm)", "h = x"),
-        "the second norm is missing: gate and up read what q, k and v read": (
-            "h = rms_norm(x, layer.ffn_norm)",
-            "pass",
-        ),
-        "the second norm is missing: gate and up read x itself": ("h = rms_norm(x, layer.ffn_norm)", "h = x"),
-        "the queries are not turned: rope is for q and k": (turned[0].replace("k_", "q_").replace("G", "H"), q_alone),
-        "k_proj and v_proj are exchanged": ("h, layer.k_proj", "h, layer.v_proj"),
-        "the attention has attn_norm twice; before o_proj comes attn_sub_norm": ("attn_sub_norm", "attn_norm"),
-        "attn_sub_norm comes before o_proj, not after it": (
-            "bit_linear(rms_norm(z, layer.attn_sub_norm), layer.o_proj)",
-            "rms_norm(bit_linear(z, layer.o_proj), layer.attn_sub_norm)",
-        ),
-        "the feed-forward is added to its normalised input; it must be added to x": (
-            "return x + bit",
-            "return h + bit",
-        ),
-        "the heads are put together in another order: z is (n, H, d), reshape it as it is": (
-            ".reshape(n, H * d)",
-            ".swapaxes(0, 1).reshape(n, H * d)",
-        ),
-        "gate and up are exchanged": (
-            "layer.gate_proj), bit_linear(h, layer.up_proj",
-            "layer.up_proj), bit_linear(h, layer.gate_proj",
-        ),
-    }
-    made = edited(model, "3b.7", slips, x, layer)
+    made = edited(model, "3b.7", x, layer)
     sentence = expect_tensor(model, tokens, recorded, name, run(answer, x, layer, cache), "hook_embed", made)
     if len(cache["k"]) != len(x) or len(cache["v"]) != len(x):
         raise Wrong(
@@ -356,26 +239,10 @@ def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[i
             f"Right so far, but it stops after {stops} of {len(new)} new tokens: max_tokens counts the new ones"
             f"{with_prompt}."
         )
-    slips = {
-        "BOS is missing: feed all ids of tokenizer.encode, the first one too": ("encode(prompt)", "encode(prompt)[1:]"),
-        "argmin instead of argmax": ("argmax", "argmin"),
-        "the logits of the first token are used; the last one's say what comes next": ("x[-1:]", "x[:1]"),
-        "the last norm, w.final_norm, is missing": ("rms_norm(x[-1:], w.final_norm)", "x[-1:]"),
-        "all blocks share one cache; each has its own": (
-            "for _ in w.layers]",
-            "for _ in w.layers][:1] * len(w.layers)",
-        ),
-        "the caches are made anew for every token; they must be kept": (
-            "next_token(fed, caches)",
-            'next_token(fed, [{"k": empty, "v": empty} for _ in w.layers])',
-        ),
-        "all new tokens are fed again; feed only the new token": ("fed = [token]", "fed = new"),
-        "the prompt is fed again; after the first step feed only the new token": ("fed = [token]", "fed = ids + new"),
-    }
     same = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
     words = right[:same].split(" ")
     first = f"Your text leaves the package's after “{'… ' * (len(words) > 5)}{' '.join(words[-5:])}”."
-    for sentence, edit in slips.items():
+    for sentence, edit in slips_of("3b.8").items():
         if with_edit(model, "3b.8", *edit)(prompt, len(new)).strip() == got:
             return f"{first} Likely mistake: {sentence}."
     if not got.startswith(prompt):

@@ -58,16 +58,16 @@ def size_of_the_cache(answer: Any, model: Model) -> str:
     blocks, heads, shared, width = c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim
     right = 2 * blocks * shared * width
     mistakes = {
-        blocks * shared * width: "A key and a value are kept, and for each of G heads: one of these is missing.",
-        2 * shared * width: "That is one block; each of them has a cache.",
-        2 * blocks * heads * width: "That is a key for each query head; two of them share one (G, not H).",
-        2 * blocks * shared: "Those are vectors; each has d numbers.",
-        2 * shared: "Those are the vectors of one block; each has d numbers, and every block has a cache.",
-        3 * blocks * shared * width: "Queries are not kept: no later token reads them.",
-        blocks * width: "A key and a value are kept, and for each of G heads: both factors are missing.",
-        2 * blocks * heads: "Those are vectors of d numbers, and two query heads share a key (G, not H).",
-        4 * right: "Those are its bytes in float32; numbers are asked.",
-        right * model.config.context_length: "That is a full cache; one token is asked.",
+        "A key and a value are kept, and for each of G heads: one of these is missing.": blocks * shared * width,
+        "That is one block; each of them has a cache.": 2 * shared * width,
+        "That is a key for each query head; two of them share one (G, not H).": 2 * blocks * heads * width,
+        "Those are vectors; each has d numbers.": 2 * blocks * shared,
+        "Those are the vectors of one block; each has d numbers, and every block has a cache.": 2 * shared,
+        "Queries are not kept: no later token reads them.": 3 * blocks * shared * width,
+        "A key and a value are kept, and for each of G heads: both factors are missing.": blocks * width,
+        "Those are vectors of d numbers, and two query heads share a key (G, not H).": 2 * blocks * heads,
+        "Those are its bytes in float32; numbers are asked.": 4 * right,
+        "That is a full cache; one token is asked.": right * model.config.context_length,
     }
     expect_number(answer, right, mistakes=mistakes, hint="2 of them (key, value), in each of L blocks ...")
     return f"With a key/value head for each query head it would be {heads // shared} times as many."
@@ -111,24 +111,19 @@ def what_a_reader_sees(answer: Any) -> str:
         a, b = right.argmax(-1), theirs.argmax(-1)
         n, first = int((a != b).sum()), int((a != b).argmax())
         mistakes = {
-            n / len(right): "That is a share; the number of tokens is asked.",
-            len(right) - n: "That is how often they agree.",
-            int(
-                (right != theirs).sum()
-            ): "Those are the logits that differ. The text shows the largest of each row alone.",
-            int((right.max(-1) != theirs.max(-1)).sum()): "The largest value may change where the token stays: argmax.",
-            int(
-                (right.argmax(0) != theirs.argmax(0)).sum()
-            ): "The tokens to choose from lie along the last axis: argmax(axis=-1).",
-            len({*a} - {*b}): "A token may occur twice: compare place by place, not as sets.",
-            len({*a} ^ {*b}): "A token may occur twice: compare place by place, not as sets.",
-            int(
-                (right.argmin(-1) != theirs.argmin(-1)).sum()
-            ): "That is of the unlikeliest tokens: argmax, not argmin.",
-            first: "That is where they differ for the first time. Count all the places where they do.",
-            first + 1: "That is where they differ for the first time, counted from 1. Count all such places.",
+            # Some may be the same number: the first is said.
+            "That is where they differ for the first time, counted from 1. Count all such places.": first + 1,
+            "That is where they differ for the first time. Count all the places where they do.": first,
+            "That is of the unlikeliest tokens: argmax, not argmin.": (right.argmin(-1) != theirs.argmin(-1)).sum(),
+            "A token may occur twice: compare place by place, not as sets.": (len({*a} - {*b}), len({*a} ^ {*b})),
+            "The tokens to choose from lie along the last axis: argmax(axis=-1).": (
+                right.argmax(0) != theirs.argmax(0)
+            ).sum(),
+            "The largest value may change where the token stays: argmax.": (right.max(-1) != theirs.max(-1)).sum(),
+            "Those are the logits that differ. The text shows the largest of each row alone.": (right != theirs).sum(),
+            "That is how often they agree.": len(right) - n,
+            "That is a share; the number of tokens is asked.": n / len(right),
         }
-        mistakes = {value: text for value, text in mistakes.items() if value != n}
         given = run(answer, right, theirs)
         if isinstance(given, (bool, np.bool_)) and given != n:
             raise Wrong("That says whether any differs; count how many do.")
@@ -149,19 +144,18 @@ def share_that_tipped(
         apart = [np.abs(run32[name].astype(int) - run64[name]).mean() for name in names]
         right = float(together.mean())
         mistakes = {
-            float(together.sum()): "That is their number; the share of them is asked.",
-            100 * right: "That is in percent; a share is between 0 and 1.",
-            1 - right: "That is the share that stays equal.",
-            float(np.mean([each.any(-1) for each in differ])): "That is the share of tokens in which any has tipped.",
-            float(np.mean(apart)): "That is by how much they differ; count each that differs as one.",
-            # Where all differ by one, this is the same number: the later entry is said.
-            float(
-                np.mean([each.mean() for each in differ])
-            ): "That is the mean of four shares. The input of down is the widest: put all four together first.",
-            float(differ[0].mean()): "That is the input of q, k and v alone; a block has three more.",
-            float(differ[-1].mean()): "That is the input of down alone; a block has three more.",
+            "That is their number; the share of them is asked.": together.sum(),
+            "That is in percent; a share is between 0 and 1.": 100 * right,
+            "That is the share that stays equal.": 1 - right,
+            "That is the share of tokens in which any has tipped.": np.mean([each.any(-1) for each in differ]),
+            "That is the mean of four shares. The input of down is the widest: put all four together first.": np.mean(
+                [each.mean() for each in differ]
+            ),
+            # Where all differ by one, this is the same number: the one above is said.
+            "That is by how much they differ; count each that differs as one.": np.mean(apart),
+            "That is the input of q, k and v alone; a block has three more.": differ[0].mean(),
+            "That is the input of down alone; a block has three more.": differ[-1].mean(),
         }
-        mistakes = {value: text for value, text in mistakes.items() if abs(value - right) > 1e-9}
         hint = f"In block {block} {int(together.sum()):,} of {together.size:,} differ."
         expect_number(run(answer, block), right, within=1e-6 * right + 1e-12, mistakes=mistakes, hint=hint)
         shares.append(right)
@@ -232,17 +226,15 @@ def row_of_the_table(answer: Any) -> str:
     far, loss = (np.exp(ours) * (ours - other)).sum(-1), [-z[np.arange(8), tokens[1:]].mean() for z in (ours, other)]
     if as_array(given[0]).shape == far.shape:
         raise Wrong("The KL is one for each token; the table has their mean.")
-    mistakes: dict[float, str] = {
-        float(
-            (np.exp(other) * (other - ours)).sum(-1).mean()
-        ): "KL(p || q) is not KL(q || p): the right run comes first.",
-        float(far.sum()): "The KL is the sum over the tokens; the table has their mean.",
-        float(far.max()): "The KL is that of the worst token; the table has the mean.",
+    mistakes = {
+        "KL(p || q) is not KL(q || p): the right run comes first.": (np.exp(other) * (other - ours)).sum(-1).mean(),
+        "The KL is the sum over the tokens; the table has their mean.": far.sum(),
+        "The KL is that of the worst token; the table has the mean.": far.max(),
     }
     expect_number(given[0], far.mean(), within=1e-6, mistakes=mistakes, hint=f"The mean KL is {far.mean():.4f}.")
     seen = int((ours.argmax(-1) != other.argmax(-1)).sum())
     expect_number(given[1], seen, hint=f"visible(right, wrong), of the logits, is {seen}.")
-    says = {loss[0]: "That is the loss of the right run; the bug's own is wanted."}
+    says = {"That is the loss of the right run; the bug's own is wanted.": loss[0]}
     expect_number(given[2], loss[1], within=1e-6, mistakes=says, hint=f"The loss is {loss[1]:.4f}.")
     if given[3] != "norm":
         order = " Are the two runs in the right order?" * (given[3] == "z")

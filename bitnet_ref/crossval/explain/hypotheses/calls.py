@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, own_rope
 from ....reference import layers
+from ....reference.config import ModelConfig
 from ....reference.layers import Array
+from ....reference.weights import ModelWeights
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS, is_by_head
 from ..number_formats import rounded, to_integers
@@ -207,24 +210,20 @@ def _of_other(index: int) -> Rows:
 
     def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
         attn = step.name.rpartition(".")[0]
-        steps = _steps_of(step.setting, step.setting.others[index])
+        setting = step.setting
+        steps = _steps_of(setting.config, setting.weights, setting.path, *setting.others[index])
         other: Array = steps[f"{attn}.{'hook_rot_k' if is_keys else 'hook_v'}"].result
         return other[np.minimum(np.arange(len(rows)), len(other) - 1)]
 
     return rows_of
 
 
-def _steps_of(setting: Setting, tokens: Sequence[int]) -> Mapping[str, Step]:
-    """The steps of a right run of other tokens."""
-    key = (id(setting.weights), tuple(tokens))
-    if key not in _RUNS:
-        if len(_RUNS) >= 4:
-            _RUNS.clear()
-        _RUNS[key] = (setting.weights, setting.with_tokens(tokens).steps)
-    return _RUNS[key][1]
+@lru_cache(maxsize=4)
+def _steps_of(config: ModelConfig, weights: ModelWeights, path: Path | None, *tokens: int) -> Mapping[str, Step]:
+    """The steps of a right run of other tokens, in one call."""
+    return Setting(config, weights, np.array(tokens, dtype=np.int64), path=path).steps
 
 
-_RUNS: dict[tuple[int, tuple[int, ...]], tuple[Any, Mapping[str, Step]]] = {}  # with the weights, which keep the id
 _FP8 = ml_dtypes.float8_e4m3fn
 
 
@@ -282,7 +281,8 @@ def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_c
                 compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
             )
         values, n = inputs[1], len(setting.tokens)
-        steps = _steps_of(setting, front[:1] if place == ALL_AT_0 else front)
+        seen = front[:1] if place == ALL_AT_0 else front
+        steps = _steps_of(setting.config, setting.weights, setting.path, *seen)
         keys_in_front, v_in_front = (steps[f"{attn}.{hook}"].result for hook in ("hook_rot_k", "hook_v"))
         if place == ALL_AT_0:  # which are all the same
             keys_in_front, v_in_front = (np.repeat(x, len(front), axis=0) for x in (keys_in_front, v_in_front))

@@ -1,0 +1,30 @@
+"""Judges that are tables: of a number, a word or a set, whose mistakes stand in `assets/exercises` beside the hints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .answers import expect_number, expect_set, expect_word
+from .declare import exercise, exercise_texts
+
+
+def judged_by_table(name: str) -> None:
+    """Declares the exercise `name` of `assets/exercises`, of which the right answer is that of its solution.
+
+    There `mistakes` are sentence -> the numbers that are wrong so, and `hint` is said of all others. With `stems`, as a
+    word of a right answer begins, they are sentence -> stems. A set has `choices` instead: all of them, and why each
+    is a member or is none. `right`: what is said of a right answer.
+    """
+    text = exercise_texts()[name]
+
+    @exercise(name)
+    def judge(answer: Any) -> str:
+        solution: dict[str, Any] = {}
+        exec(text["solution"], solution)
+        if "choices" in text:
+            expect_set(answer, solution[text["answer"]], text["choices"])
+        elif "stems" in text:
+            expect_word(answer, text["stems"], text["mistakes"], text["hint"])
+        else:
+            expect_number(answer, solution[text["answer"]], mistakes=text["mistakes"], hint=text["hint"])
+        return str(text["right"])
