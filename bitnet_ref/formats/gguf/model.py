@@ -49,7 +49,7 @@ from .blocks import (
     dequantize,
     groups_from_blocks,
     groups_from_rows,
-    pack_from_blocks,
+    pack_with_one_scale,
     quantize,
     read_values,
 )
@@ -287,20 +287,12 @@ class GgufCheckpoint(Checkpoint):
         kind = tensor.type.name
         if kind == "I2_S":
             return self._i2_s(tensor, shape)
-        if kind in TERNARY_ROWS:
+        if kind in (*TERNARY_BLOCKS, *TERNARY_ROWS):
             with self.file.naming(tensor.name):
-                planes, scales = groups_from_rows(partial(self.file.read_raw, tensor.name), kind, shape)
-            own = np.unique(scales[scales > 0])
-            if len(own) > 1:
+                matrix = pack_with_one_scale(partial(self.file.read_raw, tensor.name), kind, shape)
+            if matrix is None:
                 raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
-            scale = own[0] if len(own) else np.float32(quantization.SCALE_FLOOR)
-            return planes, scale
-        if kind in TERNARY_BLOCKS:
-            with self.file.naming(tensor.name):
-                planes_and_scale = pack_from_blocks(self.file.read_raw(tensor.name), kind, shape)
-            if planes_and_scale is None:
-                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
-            return planes_and_scale
+            return matrix
         w_t, scale = self._ternary(tensor, shape)
         return quantization.pack_ternary(w_t), scale
 
