@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, describe
 from ..system.json_file import is_present, parse_json_object, read_bounded
 
 MAX_VOCABULARY_BYTES = 64 << 20  # tokenizer.json, tokenizer.model: the largest published ones are near 35 MB
@@ -67,7 +67,7 @@ class TokenizerFiles:
 def check_type(value: Any, kind: type, field: str, what: str | None = None) -> Any:
     """`value`, which must be of type `kind` (a bool is not an int). Raises TokenizerError naming `field`."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TokenizerError(f"expected {what or _NAMES[kind]}, got {_shorten(value)}", field=field)
+        raise TokenizerError(f"expected {what or _NAMES[kind]}, got {describe(value)}", field=field)
     if isinstance(value, str):
         check_unicode(value, field)
     return value
@@ -83,7 +83,7 @@ def check_token_id(value: Any, field: str) -> int:
     """A token id read from a file: an integer in 0..MAX_TOKEN_ID - 1. Raises TokenizerError naming `field`."""
     check_type(value, int, field, "a token id")
     if not 0 <= value < MAX_TOKEN_ID:
-        raise TokenizerError(f"token id {_shorten(value)} is not in 0..{MAX_TOKEN_ID - 1}", field=field)
+        raise TokenizerError(f"token id {describe(value)} is not in 0..{MAX_TOKEN_ID - 1}", field=field)
     token: int = value
     return token
 
@@ -118,11 +118,3 @@ def read_prefixes(tokens: Iterable[str], field: str) -> dict[str, str]:
             message = f"{len(chain)} tokens begin as {token[:40]!r} does, and a text of that takes too long"
             raise TokenizerError(message, field=field)
     return prefixes
-
-
-def _shorten(value: Any) -> str:
-    """A value for a message: files hold megabytes, and integers of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
-    return text if len(text) <= 80 else text[:77] + "..."

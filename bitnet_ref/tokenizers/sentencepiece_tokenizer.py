@@ -173,10 +173,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _processor(data: bytes, path: AnyPath) -> Any:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise TokenizerError("tokenizer.model needs sentencepiece: pip install sentencepiece", path=path) from error
+    import sentencepiece
+
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError, TypeError, OSError, MemoryError) as error:
