@@ -186,8 +186,8 @@ def encode(model: Model, prompt: str) -> list[int]:
     try:
         tokenizer = model.tokenizer
     except TokenizerError as error:
-        message = f"{error.message}; with --raw-ids the prompt can be token ids"
-        raise TokenizerError(message, path=error.path, offset=error.offset, field=error.field) from error
+        error.message += "; with --raw-ids the prompt can be token ids"
+        raise
     return tokenizer.encode(prompt)
 
 

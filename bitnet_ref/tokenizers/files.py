@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import TokenizerError, describe
+from ..errors import TokenizerError, describe, errors_at
 from ..system.json_file import is_present, parse_json_object, read_bounded
 
 MAX_VOCABULARY_BYTES = 64 << 20  # tokenizer.json, tokenizer.model: the largest published ones are near 35 MB
@@ -18,17 +17,6 @@ MAX_NESTED_CHARACTERS = 1 << 14  # of the tokens that begin at one place of a te
 _NAMES = {str: "a string", bool: "true or false", int: "an integer", dict: "an object", list: "a list"}
 
 AnyPath = str | os.PathLike[str] | None
-
-
-@contextmanager
-def errors_at(path: AnyPath) -> Iterator[None]:
-    """Add the path of the file being read to every TokenizerError that has none."""
-    try:
-        yield
-    except TokenizerError as error:
-        if path is None or error.path is not None:
-            raise
-        raise TokenizerError(error.message, path=path, offset=error.offset, field=error.field) from error
 
 
 class TokenizerFiles:

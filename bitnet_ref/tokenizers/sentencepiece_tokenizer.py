@@ -14,9 +14,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, errors_at
 from .base import Tokenizer
-from .files import MAX_TOKEN_ID, AnyPath, errors_at, read_prefixes
+from .files import MAX_TOKEN_ID, AnyPath, read_prefixes
 from .sentencepiece_model import BYTE, CONTROL, NO_DUMMY_PREFIX, UNKNOWN, read_model
 from .settings import AddedToken, TokenizerSettings
 from .streaming import ByteDetokenizer, Detokenizer

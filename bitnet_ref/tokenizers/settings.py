@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import TokenizerError
-from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, errors_at, get_optional
+from ..errors import TokenizerError, errors_at
+from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, get_optional
 
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates

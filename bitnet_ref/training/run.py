@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import load
-from ..errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError
+from ..errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError, errors_at
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
@@ -147,10 +147,8 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
                 message = f"is no setting of a run; {suggest(key, known)}"
                 raise ConfigError(message, path=path, field=f"{table}.{key}"[:100])
             values[key] = value
-    try:
+    with errors_at(path):
         settings = RunSettings(**values)
-    except ConfigError as error:
-        raise ConfigError(error.message, path=path, field=error.field) from None
     folder = path.parent
     paths: dict[str, Any] = {key: [str(folder / name) for name in getattr(settings, key)] for key in FILES}
     paths |= {key: str(folder / name) for key in FOLDERS if (name := getattr(settings, key)) is not None}

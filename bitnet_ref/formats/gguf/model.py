@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigError, FormatError
+from ...errors import ConfigError, FormatError, errors_at
 from ...families import family_of
 from ...families.block_rule import INPUTS, by_rule
 from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
@@ -191,12 +191,10 @@ class GgufCheckpoint(Checkpoint):
         tensors = self.file.tensors.values()
         widths = {tensor.name: tensor.shape[-1] for tensor in tensors if tensor.shape}
         planes = {tensor.name: tensor.type.name for tensor in tensors if tensor.type.name in GROUP_TYPES}
-        try:
+        with errors_at(self.path):
             by_tensor, self._has_grouped_heads = read_gguf_bases(
                 self.path, self.metadata, widths, planes, self.evidence
             )
-        except ConfigError as error:
-            raise ConfigError(error.message, path=self.path, field=error.field) from None
         bases = {}
         for name in ("embedding", *all_linears(self.config)):
             place = self._place(name)
