@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unicodedata import category
@@ -133,6 +134,17 @@ class _FileError(BitNetRefError):
         byte = None if self.offset is None else f"byte {self.offset}"
         field = None if self.field is None else _without_middle(self.field, _MAX_FIELD)
         return printable(", ".join(part for part in (self.path, byte, field) if part is not None), keep="")
+
+
+@contextmanager
+def errors_at(path: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Errors about a file that are raised inside, and do not say which, get this path."""
+    try:
+        yield
+    except _FileError as error:
+        if error.path is None and path is not None:
+            error.path = os.fspath(path)
+        raise
 
 
 class FormatError(_FileError):

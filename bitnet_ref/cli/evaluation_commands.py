@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import BackendUnavailable
+from ..evaluation import PROTOCOLS
 from .generation_options import (
     INPUT_FILE,
     is_model,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from ..evaluation import Perplexity
 
-PROTOCOLS = ("llama.cpp", "gptq", "1bitllm", "lm-eval")  # evaluation.PROTOCOLS, which --help need not import
 LENGTH_HELP = (
     "Tokens read at a time; another length is another figure.  "
     "[default: 512 for llama.cpp, else 2048; at most the model's context]"
@@ -63,7 +63,6 @@ def perplexity(
 
     docs/evaluation.md says why their figures differ.
     """
-    from ..evaluation import PROTOCOLS as rules
     from ..evaluation import perplexity as measure
 
     if not texts:
@@ -85,7 +84,7 @@ def perplexity(
             with LoadingBar(f"{each}: windows") as bar:
                 results.append(measure(loaded, documents, each, length, state=state, workers=workers, progress=bar))
     for result in results:
-        if length is None and result.length < (usual := rules[result.protocol].length):
+        if length is None and result.length < (usual := PROTOCOLS[result.protocol].length):
             say(f"{result.protocol}: windows of {result.length} tokens, the model's context, instead of {usual}")
     facts = {
         "model": model,

@@ -123,19 +123,24 @@ def sampling_facts(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
-    reply = Reply()
-    stream = model.stream(ids, **params)
+    reply, echoed = Reply(), ""
+    shows_prompt = sys.stdout.isatty() and not (wants_json() or raw_ids or params.get("echo"))
+    stream = model.stream(ids, **params | {"echo": True} if shows_prompt else params)
     if wants_json():
         reply.follow(stream)
         print_json(reply.facts(ids, stream.stats) | sampling_facts(params))
     elif raw_ids:
         reply.follow(stream, lambda chunk: write_text(f"{chunk.token_id} "))
     else:
-        restorer = None
-        if sys.stdout.isatty() and not params.get("echo"):
+        if shows_prompt:  # as it was given; the echo, which keeps the space behind it, is cut off again
             click.echo(paint(prompt, sys.stdout, dim=True), nl=False)
-            restorer = SpaceRestorer(model, ids)
-        reply.follow(stream, lambda chunk: write_text(restorer.text(chunk) if restorer else chunk.text))
+            echoed = model.tokenizer.decode(ids)
+
+        def show_chunk(chunk: StreamChunk) -> None:
+            is_first = len(reply.chunks) == 1
+            write_text(chunk.text.removeprefix(echoed) if is_first else chunk.text)
+
+        reply.follow(stream, show_chunk)
     if not wants_json():
         write_text("\n")
         say_stats(stream.stats, params)
@@ -181,8 +186,8 @@ def encode(model: Model, prompt: str) -> list[int]:
     try:
         tokenizer = model.tokenizer
     except TokenizerError as error:
-        message = f"{error.message}; with --raw-ids the prompt can be token ids"
-        raise TokenizerError(message, path=error.path, offset=error.offset, field=error.field) from error
+        error.message += "; with --raw-ids the prompt can be token ids"
+        raise
     return tokenizer.encode(prompt)
 
 
@@ -236,25 +241,6 @@ class Reply:
 def stats_facts(stats: GenerationStats) -> dict[str, Any]:
     speeds = {name: getattr(stats, name) for name in ("prompt_tokens_per_s", "generated_tokens_per_s")}
     return {**asdict(stats), **speeds, "peak_memory_bytes": peak_memory_bytes()}
-
-
-class SpaceRestorer:
-    """Puts back the space between a prompt and its continuation, which SentencePiece drops at the start of a text."""
-
-    def __init__(self, model: Model, prompt_ids: list[int]) -> None:
-        self.tokenizer, self.prompt_ids = model.tokenizer, prompt_ids
-        self.new_ids: list[int] = []
-        self.is_done = False
-
-    def text(self, chunk: StreamChunk) -> str:
-        self.new_ids.append(chunk.token_id)
-        if self.is_done or not chunk.text:
-            return chunk.text
-        self.is_done = True
-        before, alone = self.tokenizer.decode(self.prompt_ids), self.tokenizer.decode(self.new_ids)
-        whole = self.tokenizer.decode([*self.prompt_ids, *self.new_ids])
-        gap = whole[len(before) : len(whole) - len(alone)]
-        return f" {chunk.text}" if gap == " " and whole == before + gap + alone else chunk.text
 
 
 def say_stats(stats: GenerationStats, params: Mapping[str, Any] | None = None) -> None:

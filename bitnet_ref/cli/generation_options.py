@@ -16,7 +16,7 @@ from ..backends.options import ComputeOptions, DeviceOptions
 from ..errors import FormatError, GenerationError
 from ..formats.checkpoint import LoadOptions
 from ..generation.params import Biases, SamplingParams
-from ..system.json_file import read_bounded
+from ..system.json_file import decode_text, read_bounded
 from ..system.options import BYTES, FLAG, ListOf, Number, Option, declared_options
 from .shell import AnyFunction, LoadingBar, SectionOption, say
 
@@ -324,17 +324,14 @@ def content_of(value: str | None) -> str | None:
     if value is None or not value.startswith("@"):
         return value
     try:
-        return read_bounded(value[1:], FormatError, MAX_TEXT_BYTES).decode("utf-8")
-    except (FormatError, UnicodeDecodeError) as problem:
-        raise click.BadParameter(f"{value[1:]}: {getattr(problem, 'message', problem)}") from problem
+        return read_text(Path(value[1:]))
+    except FormatError as problem:
+        raise click.BadParameter(f"{value[1:]}: {problem.message}") from problem
 
 
 def read_text(path: Path) -> str:
     """A UTF-8 file. Raises FormatError."""
-    try:
-        return read_bounded(path, FormatError, MAX_TEXT_BYTES).decode()
-    except UnicodeDecodeError as problem:
-        raise FormatError(f"is not UTF-8 text: {problem.reason}", path=path, offset=problem.start) from problem
+    return decode_text(read_bounded(path, FormatError, MAX_TEXT_BYTES), FormatError, path)
 
 
 # Options whose text means something else, by name

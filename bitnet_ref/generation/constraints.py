@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,7 +42,7 @@ class Constraint:
     ) -> None:
         """guide, value: one of `params.GUIDES` and its value. after: as `guide_after`."""
         if vocabulary not in _LL_VOCABULARIES:
-            _LL_VOCABULARIES[vocabulary] = LLVocabulary(vocabulary.tokenizer, vocabulary.tokens, vocabulary.vocab_size)
+            _LL_VOCABULARIES[vocabulary] = LLVocabulary(vocabulary)
         ll_vocabulary = _LL_VOCABULARIES[vocabulary]
         self.guide, self.prompt_tokens, self.end_tokens = guide, prompt_tokens, ll_vocabulary.end_tokens
         self._matcher = ll_vocabulary.matcher(guide, value)
@@ -110,15 +111,11 @@ class Constraint:
 class LLVocabulary:
     """A tokenizer's tokens in llguidance's form, shared by all requests."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], vocab_size: int) -> None:
-        """tokens: their bytes, b"" for a special one. vocab_size: the model's, which may be larger."""
-        llguidance = _import_llguidance()
-        self._maker = llguidance.LLMatcher
-        self.end_tokens = list(tokenizer.eos_ids)
-        padded = [*tokens, *[b""] * (vocab_size - len(tokens))]
-        self._tokenizer = wrap_vocabulary(
-            padded, self.end_tokens, tokenizer.bos_id, lambda text: tokenize(tokenizer, tokens, text)
-        )
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._maker = _import_llguidance().LLMatcher
+        tokens, self.end_tokens, bos = describe_vocabulary(vocabulary)
+        split = partial(tokenize, vocabulary.tokenizer, tokens)  # without a reference to `vocabulary`, a weak key
+        self._tokenizer = wrap_vocabulary(tokens, self.end_tokens, bos, split)
 
     def matcher(self, guide: str, value: Any) -> Any:
         """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar, and
@@ -127,6 +124,13 @@ class LLVocabulary:
         matcher = run_with_stack(lambda: self._maker(self._tokenizer, grammar, log_level=0))
         _check(matcher, guide)
         return matcher
+
+
+def describe_vocabulary(vocabulary: Vocabulary) -> tuple[list[bytes], list[int], int | None]:
+    """(the bytes of each of the model's tokens, b"" for a special one; those that end a text; that of its beginning)"""
+    tokenizer = vocabulary.tokenizer
+    padding = [b""] * (vocabulary.vocab_size - len(vocabulary.tokens))
+    return [*vocabulary.tokens, *padding], list(tokenizer.eos_ids), tokenizer.bos_id
 
 
 def write_grammar(guide: str, value: Any) -> str:

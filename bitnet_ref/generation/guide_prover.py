@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 from ..errors import GenerationError, OutOfMemory, RequestTimeout
 from ..tokenizers.vocabulary import Vocabulary
 from . import guide_helper
-from .constraints import first_line, write_grammar
+from .constraints import describe_vocabulary, first_line, write_grammar
 from .params import SamplingParams
 
 HELPERS = 2  # processes at a time
@@ -149,7 +149,7 @@ class Prover:
             if not self._lock.wait_for(lambda: self._free, WAIT_S):
                 raise RequestTimeout(f"other guides are being compiled, and have taken {WAIT_S:g} s; try again")
             helper = self._free.pop()
-        return self._ask(helper, (name, lambda: _describe_vocabulary(vocabulary)), key, grammar)
+        return self._ask(helper, (name, lambda: describe_vocabulary(vocabulary)), key, grammar)
 
     def stop(self) -> None:
         """End the processes that have nothing to do."""
@@ -194,14 +194,8 @@ _hashes: WeakKeyDictionary[Vocabulary, Digest] = WeakKeyDictionary()
 
 def _hash_vocabulary(vocabulary: Vocabulary) -> Digest:
     if vocabulary not in _hashes:
-        _hashes[vocabulary] = hashlib.sha256(marshal.dumps(_describe_vocabulary(vocabulary))).digest()
+        _hashes[vocabulary] = hashlib.sha256(marshal.dumps(describe_vocabulary(vocabulary))).digest()
     return _hashes[vocabulary]
-
-
-def _describe_vocabulary(vocabulary: Vocabulary) -> tuple[list[bytes], list[int], int | None]:
-    tokenizer = vocabulary.tokenizer
-    padding = [b""] * (vocabulary.vocab_size - len(vocabulary.tokens))
-    return [*vocabulary.tokens, *padding], list(tokenizer.eos_ids), tokenizer.bos_id
 
 
 def _forget_helpers() -> None:

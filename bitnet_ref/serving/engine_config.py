@@ -14,7 +14,7 @@ from ..backends.options import ComputeOptions, DeviceOptions
 from ..errors import ConfigError, GenerationError
 from ..generation.defaults import recommended_sampling
 from ..generation.params import ALIASES, SamplingParams
-from ..system.json_file import read_bounded
+from ..system.json_file import read_toml
 from ..system.options import (
     BYTES,
     FLAG,
@@ -30,7 +30,6 @@ from ..system.options import (
 )
 
 PREFIX = "BITNET_REF_ENGINE_"
-MAX_TOML_BYTES = 1 << 20
 
 
 class EngineOptions(TypedDict, total=False):
@@ -219,13 +218,8 @@ class EngineConfig:
 
 
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        data = tomllib.loads(read_bounded(path, ConfigError, MAX_TOML_BYTES).decode("utf-8"))
-    except UnicodeDecodeError as problem:
-        raise ConfigError(f"is not UTF-8 text: {problem.reason}", path=path, offset=problem.start) from problem
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"is not valid TOML: {problem}", path=path) from problem
-    settings, table = data, data.pop("engine", {})
+    settings = read_toml(path, ConfigError)
+    table = settings.pop("engine", {})
     if not isinstance(table, dict):
         raise ConfigError(f"expected a table, got {table!r}", path=path, field="engine")
     for name in (*settings, *table):

@@ -1,5 +1,5 @@
 """Opening files that are not trusted (`open_regular`: all readers do so here), reading JSON (limited sizes, no
-duplicate keys unless the caller takes them, clear errors), and writing it."""
+duplicate keys unless the caller takes them, clear errors) and TOML, and writing JSON."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
 OnDuplicate = Callable[[str, Any, Any], None]  # (key, first value, last value)
 
 _BLOCK_BYTES = 1 << 16
+MAX_TOML_BYTES = 1 << 20
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024  # by Git LFS's specification
 MAX_VALUES = 1 << 22  # a tokenizer.json of 260,000 tokens and 510,000 merges has 2 million
@@ -108,6 +109,24 @@ def read_bounded(
     return data
 
 
+def decode_text(data: bytes, error: type[AnyFileError], path: str | os.PathLike[str], offset: int = 0) -> str:
+    """The text of UTF-8 bytes at `offset` of `path`. Anything else raises `error`."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"not UTF-8 text: {problem.reason}", path=path, offset=offset + problem.start) from problem
+
+
+def read_toml(path: str | os.PathLike[str], error: type[AnyFileError]) -> dict[str, Any]:
+    """The tables of a TOML file of at most MAX_TOML_BYTES. Anything else raises `error`."""
+    import tomllib
+
+    try:
+        return tomllib.loads(decode_text(read_bounded(path, error, MAX_TOML_BYTES), error, path))
+    except (ValueError, RecursionError) as problem:  # also an integer of thousands of digits, and deep lists
+        raise error(f"is not valid TOML: {problem}", path=path) from problem
+
+
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON file, which is complete or not there at all. StorageError if it cannot be written."""
     with atomic_path(path) as temporary:
@@ -159,9 +178,8 @@ def parse_json_object(
         raise error(f"{name} is not JSON", path=path)
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
-    except UnicodeDecodeError as problem:
-        raise error(f"not UTF-8 text: {problem.reason}", path=path, offset=offset + problem.start) from problem
+        text = decode_text(data, error, path, offset)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except json.JSONDecodeError as problem:
         offset += len(problem.doc[: problem.pos].encode())
         raise error(f"not valid JSON: {problem.msg}", path=path, offset=offset) from problem

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, describe, errors_at
 from ..system.json_file import is_present, parse_json_object, read_bounded
 
 MAX_VOCABULARY_BYTES = 64 << 20  # tokenizer.json, tokenizer.model: the largest published ones are near 35 MB
@@ -18,17 +17,6 @@ MAX_NESTED_CHARACTERS = 1 << 14  # of the tokens that begin at one place of a te
 _NAMES = {str: "a string", bool: "true or false", int: "an integer", dict: "an object", list: "a list"}
 
 AnyPath = str | os.PathLike[str] | None
-
-
-@contextmanager
-def errors_at(path: AnyPath) -> Iterator[None]:
-    """Add the path of the file being read to every TokenizerError that has none."""
-    try:
-        yield
-    except TokenizerError as error:
-        if path is None or error.path is not None:
-            raise
-        raise TokenizerError(error.message, path=path, offset=error.offset, field=error.field) from error
 
 
 class TokenizerFiles:
@@ -67,7 +55,7 @@ class TokenizerFiles:
 def check_type(value: Any, kind: type, field: str, what: str | None = None) -> Any:
     """`value`, which must be of type `kind` (a bool is not an int). Raises TokenizerError naming `field`."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TokenizerError(f"expected {what or _NAMES[kind]}, got {_shorten(value)}", field=field)
+        raise TokenizerError(f"expected {what or _NAMES[kind]}, got {describe(value)}", field=field)
     if isinstance(value, str):
         check_unicode(value, field)
     return value
@@ -83,7 +71,7 @@ def check_token_id(value: Any, field: str) -> int:
     """A token id read from a file: an integer in 0..MAX_TOKEN_ID - 1. Raises TokenizerError naming `field`."""
     check_type(value, int, field, "a token id")
     if not 0 <= value < MAX_TOKEN_ID:
-        raise TokenizerError(f"token id {_shorten(value)} is not in 0..{MAX_TOKEN_ID - 1}", field=field)
+        raise TokenizerError(f"token id {describe(value)} is not in 0..{MAX_TOKEN_ID - 1}", field=field)
     token: int = value
     return token
 
@@ -118,11 +106,3 @@ def read_prefixes(tokens: Iterable[str], field: str) -> dict[str, str]:
             message = f"{len(chain)} tokens begin as {token[:40]!r} does, and a text of that takes too long"
             raise TokenizerError(message, field=field)
     return prefixes
-
-
-def _shorten(value: Any) -> str:
-    """A value for a message: files hold megabytes, and integers of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TokenizerError, describe
+from ..errors import TokenizerError, describe, errors_at
 from . import load_tokenizer_files
 from .base import Tokenizer
-from .files import AnyPath, errors_at
+from .files import AnyPath
 from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
 from .gguf_keys import PREFIX, GgufVocabulary
 from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model

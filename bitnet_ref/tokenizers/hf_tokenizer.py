@@ -12,10 +12,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, errors_at
 from ..system.json_file import parse_json_object
 from .base import Tokenizer
-from .files import MAX_TOKEN_ID, AnyPath, errors_at
+from .files import MAX_TOKEN_ID, AnyPath
 from .hf_json import Decoding, check_tokenizer_json, post_processor_affixes, read_decoder
 from .hf_limits import TextLimits
 from .settings import TokenizerSettings

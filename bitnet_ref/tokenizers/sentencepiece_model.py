@@ -13,8 +13,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import TokenizerError
-from .files import AnyPath, errors_at
+from ..errors import TokenizerError, errors_at
+from .files import AnyPath
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType

@@ -14,9 +14,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, errors_at
 from .base import Tokenizer
-from .files import MAX_TOKEN_ID, AnyPath, errors_at, read_prefixes
+from .files import MAX_TOKEN_ID, AnyPath, read_prefixes
 from .sentencepiece_model import BYTE, CONTROL, NO_DUMMY_PREFIX, UNKNOWN, read_model
 from .settings import AddedToken, TokenizerSettings
 from .streaming import ByteDetokenizer, Detokenizer
@@ -173,10 +173,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _processor(data: bytes, path: AnyPath) -> Any:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise TokenizerError("tokenizer.model needs sentencepiece: pip install sentencepiece", path=path) from error
+    import sentencepiece
+
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError, TypeError, OSError, MemoryError) as error:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import TokenizerError
-from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, errors_at, get_optional
+from ..errors import TokenizerError, errors_at
+from ..system.json_file import decode_text
+from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, get_optional
 
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates
@@ -192,10 +193,7 @@ def _template(files: TokenizerFiles, config: Mapping[str, Any], name: str, title
     """The template in the file `name`, else that of this title in tokenizer_config.json: a list of named ones, or a
     string, which is the default one."""
     if name in files:
-        try:
-            return files.read(name, MAX_CONFIG_BYTES).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise TokenizerError("not UTF-8 text", path=files.path(name), offset=error.start) from error
+        return decode_text(files.read(name, MAX_CONFIG_BYTES), TokenizerError, files.path(name))
     with errors_at(files.path(_CONFIG)):
         value = config.get("chat_template")
         if isinstance(value, list):

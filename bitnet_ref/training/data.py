@@ -22,7 +22,7 @@ from ..errors import ConfigError, FormatError, TokenizerError
 from ..formats.hashes import file_hash
 from ..reference.layers import Array
 from ..system.atomic import atomic_path, is_same_file, write_file
-from ..system.json_file import open_regular
+from ..system.json_file import decode_text, open_regular
 from ..tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 
 Progress = Callable[[int, int], None]
@@ -161,11 +161,10 @@ def read_text(file: Path) -> str:
     try:
         with open_regular(file, FormatError) as opened:
             data = opened.read()
-        return (_decompress(data, file) if file.suffix == ".xz" else data).decode("utf-8")
+        data = _decompress(data, file) if file.suffix == ".xz" else data
     except (OSError, lzma.LZMAError, EOFError) as problem:
         raise FormatError(f"cannot be read: {problem}", path=file) from problem
-    except UnicodeDecodeError as problem:
-        raise FormatError("expected text in UTF-8", path=file, offset=problem.start) from problem
+    return decode_text(data, FormatError, file)
 
 
 def _decompress(data: bytes, file: Path) -> bytes:

@@ -11,7 +11,6 @@ import csv
 import json
 import os
 import time
-import tomllib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import load
-from ..errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError
+from ..errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError, errors_at
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
@@ -34,7 +33,7 @@ from ..formats.prepared import sum_pages
 from ..formats.safetensors import SafetensorsFile, content_hash
 from ..reference.config import ModelConfig
 from ..system.atomic import atomic_path, explain_os_errors, is_same_file
-from ..system.json_file import open_regular, read_bounded
+from ..system.json_file import open_regular, read_toml
 from ..system.options import FLAG, TEXT, TEXT_OR_NONE, ListOf, Number, choice, option, read_options, suggest
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .data import Progress, TokenFile, open_tokens
@@ -49,7 +48,6 @@ ADAPTER = "adapter"  # in the place of MODEL
 COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
 FACTS = "bitnet_ref.training"  # of a checkpoint's metadata
 LOSS = ("logits_weight", "temperature", "relations_weight", "relation_heads", "mix_steps")  # settings that decide it
-MAX_TOML_BYTES = 1 << 20
 _SPIKE_STEPS = 32  # steps whose median a spike is measured by
 MAX_NUMBER, MAX_AMOUNT = 2**40 - 1, 1e100
 MAX_PADDING = 256  # tokens without a piece that a new model may have; vocabularies are padded so far
@@ -134,10 +132,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
     Paths in the file are relative to its folder. Raises FormatError, ConfigError naming an unknown key and the nearest.
     """
     path = Path(path)
-    try:
-        tables = tomllib.loads(read_bounded(path, FormatError, MAX_TOML_BYTES).decode("utf-8"))
-    except ValueError as problem:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise FormatError(f"expected a TOML file: {problem}", path=path) from problem
+    tables = read_toml(path, FormatError)
     known, values = [field.name for field in fields(RunSettings)], {}
     for table in tables.keys() - {"data", "training", "model"}:
         raise ConfigError("expected the tables [model], [data] and [training]", path=path, field=str(table)[:100])
@@ -147,10 +142,8 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
                 message = f"is no setting of a run; {suggest(key, known)}"
                 raise ConfigError(message, path=path, field=f"{table}.{key}"[:100])
             values[key] = value
-    try:
+    with errors_at(path):
         settings = RunSettings(**values)
-    except ConfigError as error:
-        raise ConfigError(error.message, path=path, field=error.field) from None
     folder = path.parent
     paths: dict[str, Any] = {key: [str(folder / name) for name in getattr(settings, key)] for key in FILES}
     paths |= {key: str(folder / name) for key in FOLDERS if (name := getattr(settings, key)) is not None}

@@ -32,11 +32,11 @@ from bitnet_ref.cli import (
     watch_command,
 )
 from bitnet_ref.cli.bench_shared import Subject
-from bitnet_ref.cli.generate_command import SpaceRestorer, parse_ids
+from bitnet_ref.cli.generate_command import parse_ids
 from bitnet_ref.crossval.paths import PathCheck
 from bitnet_ref.crossval.trace import write_trace
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation.results import GenerationStats, StreamChunk
+from bitnet_ref.generation.results import GenerationStats
 from bitnet_ref.system import workers
 
 
@@ -356,17 +356,22 @@ def test_a_profile_on_standard_error():
     assert "linears" not in result.stdout
 
 
-def test_the_space_before_a_continuation():
+def test_the_space_before_a_continuation(monkeypatch):
     """SentencePiece drops it at the start of a text; a terminal shows the prompt before."""
     story = model("storyteller", BACKEND, threads=1)
-    ids = story.tokenizer.encode("Once upon")
-    whole = story.tokenizer.encode("Once upon a time", add_special_tokens=False)[2:]
-    restorer, alone = SpaceRestorer(story, ids), story.tokenizer.stream_decoder()
-    texts = [restorer.text(StreamChunk(alone.push(token), token, 0.0)) for token in whole]
-    assert "".join(texts) == " a time"
-    comma = story.tokenizer.encode("Once upon, a", add_special_tokens=False)[2:]
-    restorer, alone = SpaceRestorer(story, ids), story.tokenizer.stream_decoder()
-    assert "".join(restorer.text(StreamChunk(alone.push(token), token, 0.0)) for token in comma) == ", a"
+    monkeypatch.setattr(generate_command, "wants_json", lambda: False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    comma = {story.tokenizer.encode("Once upon,")[-1]: 100.0}
+    for prompt, bias, shown in (
+        ("Once upon", {}, "Once upon a time,\n"),
+        ("Once upon a time", {}, "Once upon a time, I was\n"),
+        (",", comma, ",,,,\n"),  # text like the prompt comes again
+    ):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        ids = story.tokenizer.encode(prompt)
+        generate_command.show_text(story, prompt, ids, {"max_tokens": 3, "logit_bias": bias}, raw_ids=False)
+        assert terminal.getvalue() == shown
 
 
 # -- the other commands ------------------------------------------------------------------------------------------------

@@ -153,6 +153,8 @@ def test_wrong_settings_are_named(settings, message):
     ("text", "message"),
     [
         ("max_batch = ", "is not valid TOML"),
+        (f"max_batch = {'1' * 5000}", "is not valid TOML: Exceeds the limit"),
+        (f"max_batch = {'[' * 5000}", "is not valid TOML: maximum recursion depth"),
         ("max_batch = 'many'", "max_batch: expected a whole number"),
         ("[engine]\nmax_que = 3", "max_que: there is no such setting; did you mean 'max_queue'"),
         ("engine = 3", "engine: expected a table"),

@@ -183,21 +183,20 @@ class Method:
         return asdict(self)
 
 
-def describe_methods(simd: str | None = None, layout: str | None = None) -> list[Method]:
-    """Every method of this build, seen from the kernel set and layout that a backend with these arguments takes.
+def describe_methods(simd: str | None = None) -> list[Method]:
+    """Every method of this build, seen from that kernel set, or the one that a backend takes, and its layout.
 
     [] without the extension. Raises BackendUnavailable for a set or a layout that cannot run here.
     """
     if not layouts():
         return []
     simd = choose_simd(simd)
-    chosen = choose_layout(layout, simd)
-    source = "layout=" if layout else "BITNET_REF_WEIGHTS" if os.environ.get("BITNET_REF_WEIGHTS") else None
+    chosen = choose_layout(None, simd)
     methods = []
     for name, (_, sets) in layouts().items():
         reason = None if simd in sets else f"the kernel set {simd} has no kernel for it; {', '.join(sets)} have"
         if name == chosen:
-            why = f"{source} asks for it" if source else "the default"
+            why = "BITNET_REF_WEIGHTS asks for it" if os.environ.get("BITNET_REF_WEIGHTS") else "the default"
         else:
             why = "the default" if name == DEFAULT_LAYOUT else f"BITNET_REF_WEIGHTS={name} takes it"
         bits, summary = _LAYOUT_SUMMARIES[name]

@@ -363,38 +363,46 @@ def _by_package(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 def ternary_from_blocks(
     raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]
 ) -> tuple[NDArray[np.int8], np.float32] | None:
-    """`pack_from_blocks`, unpacked: (w_t (N, K) int8, w_dequant_scale), or None."""
-    matrix = pack_from_blocks(raw, kind, shape)
+    """`pack_with_one_scale` of a matrix in TQ1_0 or TQ2_0, unpacked: (w_t (N, K) int8, w_dequant_scale), or None."""
+    _require_size("ternary_from_blocks", raw, BY_NAME[kind], shape)
+    matrix = pack_with_one_scale(lambda start, count: raw[start : start + count], kind, shape)
     return None if matrix is None else (unpack_ternary(matrix[0], shape[1]), matrix[1])
 
 
-def pack_from_blocks(
-    raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]
+def pack_with_one_scale(
+    read: Callable[[int, int], NDArray[np.uint8]], kind: str, shape: tuple[int, int]
 ) -> tuple[NDArray[np.uint8], np.float32] | None:
-    """A matrix in TQ1_0 or TQ2_0 -> the exact (packed (N, K/4), w_dequant_scale), or None if it has no single scale.
+    """A matrix in TERNARY_BLOCKS or TERNARY_ROWS -> the exact (packed (N, K/4), w_dequant_scale), or None if it has no
+    single scale.   read: as in `read_values`
 
     A b1.58 matrix has one scale: every block with a non-zero has the same d, and a block of zeros has d = 0 or that d.
     If the scales differ, the matrix was not ternary before it was quantised: it is dense, and no model was trained with
     int8 activations on such. Raises FormatError for a scale that is negative, NaN or Inf and for the code 3.
     """
-    _require_size("pack_from_blocks", raw, BY_NAME[kind], shape)
-    blocks = np.ascontiguousarray(raw).reshape(-1, BY_NAME[kind].block_bytes)
-    scales = np.ascontiguousarray(blocks[:, -2:]).view(np.float16).reshape(-1).astype(np.float32)
-    bad = ~np.isfinite(scales) | (scales < 0)
-    if bad.any():
-        at = int(np.argmax(bad))
-        raise FormatError(f"block {at} has the scale {scales[at]}; expected a finite number, 0 or above")
+    if kind in TERNARY_ROWS:
+        packed, scales = groups_from_rows(read, kind, shape)
+    else:
+        n_blocks = math.prod(shape) // BY_NAME[kind].block_values
+        packed = np.empty((n_blocks, BY_NAME[kind].block_values // CODES_PER_BYTE), dtype=np.uint8)
+        scales = np.empty((n_blocks, 1), dtype=np.float32)
+        for part, blocks in _read_blocks("pack_with_one_scale", read, BY_NAME[kind], shape):
+            packed[part], scales[part] = _packed(kind, blocks), half_scales(_scales(kind, blocks))
+            _check_part("block", part.start, packed[part], scales[part, 0])
+        packed[scales[:, 0] == 0] = _FOUR_ZEROS
     scale = scales.max()
     if not ((scales == scale) | (scales == 0)).all():
         return None
-    packed = np.empty((len(blocks), 256 // CODES_PER_BYTE), dtype=np.uint8)
-    for start in range(0, len(blocks), _CHUNK_BLOCKS):
-        some = slice(start, start + _CHUNK_BLOCKS)
-        packed[some] = _packed(kind, blocks[some])
-    if (invalid := first_invalid_code(packed)) is not None:
-        raise FormatError(f"block {invalid[0]} holds the invalid ternary code 3")
-    packed[scales == 0] = _FOUR_ZEROS
     return packed.reshape(shape[0], -1), scale if scale > 0 else np.float32(SCALE_FLOOR)
+
+
+def _check_part(unit: str, first: int, packed: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:
+    """Raise FormatError for a scale that is negative, NaN or Inf and for the code 3, naming the block or row."""
+    bad = ~np.isfinite(scales) | (scales < 0)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise FormatError(f"{unit} {first + at} has the scale {scales[at]}; expected a finite number, 0 or above")
+    if (invalid := first_invalid_code(packed)) is not None:
+        raise FormatError(f"{unit} {first + invalid[0]} holds the invalid ternary code 3")
 
 
 def groups_from_blocks(
@@ -429,14 +437,9 @@ def groups_from_rows(
     packed = np.empty((shape[0], shape[1] // CODES_PER_BYTE), dtype=np.uint8)
     scales = np.empty((shape[0], 1), dtype=np.float32)
     for part, codes, d in _read_rows("groups_from_rows", read, BY_NAME[kind], shape):
-        bad = ~np.isfinite(d) | (d < 0)
-        if bad.any():
-            at = int(np.argmax(bad))
-            raise FormatError(f"row {part.start + at} has the scale {d[at]}; expected a finite number, 0 or above")
-        if codes.max() > 2:
-            at = part.start + int(np.argmax(codes.max(axis=1) > 2))
-            raise FormatError(f"row {at} holds the invalid ternary code 3")
-        packed[part] = np.where((d == 0)[:, None], _FOUR_ZEROS, _pack_codes(codes))
+        data = _pack_codes(codes)
+        _check_part("row", part.start, data, d)
+        packed[part] = np.where((d == 0)[:, None], _FOUR_ZEROS, data)
         scales[part, 0] = np.where((packed[part] == _FOUR_ZEROS).all(axis=1), np.float32(0), d)
     return packed, scales
 

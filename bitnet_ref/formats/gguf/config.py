@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigError, FormatError
+from ...errors import ConfigError, FormatError, errors_at
 from ...families import FAMILIES, family_of, family_table
 from ...families.family import Architecture, Family, GgufForm, activation_name
 from ...families.rope import StretchedRope, longrope_scale, yarn_scale
@@ -162,7 +162,7 @@ def read_gguf_config(
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     if evidence is not None and ROPE_FACTORS["long_factors"] in file.tensors and not keys.has(_ORIGINAL):
         evidence.append(f"longrope without {keys.arch}.{_ORIGINAL}: the whole context is taken as the trained one")
-    try:
+    with errors_at(file.path):
         fields: dict[str, Any] = {
             "vocab_size": vocab,
             **counts,
@@ -188,8 +188,6 @@ def read_gguf_config(
         return family.config(
             **{"model_type": family.model_type, **fields, "mlp_bias": _biases(file, attention=False)} | own
         )
-    except ConfigError as error:
-        raise ConfigError(error.message, path=file.path, field=error.field, mentions=error.mentions) from None
 
 
 def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigError, FormatError
+from ...errors import ConfigError, FormatError, errors_at
 from ...families import family_of
 from ...families.block_rule import INPUTS, by_rule
 from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
@@ -49,7 +49,7 @@ from .blocks import (
     dequantize,
     groups_from_blocks,
     groups_from_rows,
-    pack_from_blocks,
+    pack_with_one_scale,
     quantize,
     read_values,
 )
@@ -191,12 +191,10 @@ class GgufCheckpoint(Checkpoint):
         tensors = self.file.tensors.values()
         widths = {tensor.name: tensor.shape[-1] for tensor in tensors if tensor.shape}
         planes = {tensor.name: tensor.type.name for tensor in tensors if tensor.type.name in GROUP_TYPES}
-        try:
+        with errors_at(self.path):
             by_tensor, self._has_grouped_heads = read_gguf_bases(
                 self.path, self.metadata, widths, planes, self.evidence
             )
-        except ConfigError as error:
-            raise ConfigError(error.message, path=self.path, field=error.field) from None
         bases = {}
         for name in ("embedding", *all_linears(self.config)):
             place = self._place(name)
@@ -287,20 +285,12 @@ class GgufCheckpoint(Checkpoint):
         kind = tensor.type.name
         if kind == "I2_S":
             return self._i2_s(tensor, shape)
-        if kind in TERNARY_ROWS:
+        if kind in (*TERNARY_BLOCKS, *TERNARY_ROWS):
             with self.file.naming(tensor.name):
-                planes, scales = groups_from_rows(partial(self.file.read_raw, tensor.name), kind, shape)
-            own = np.unique(scales[scales > 0])
-            if len(own) > 1:
+                matrix = pack_with_one_scale(partial(self.file.read_raw, tensor.name), kind, shape)
+            if matrix is None:
                 raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
-            scale = own[0] if len(own) else np.float32(quantization.SCALE_FLOOR)
-            return planes, scale
-        if kind in TERNARY_BLOCKS:
-            with self.file.naming(tensor.name):
-                planes_and_scale = pack_from_blocks(self.file.read_raw(tensor.name), kind, shape)
-            if planes_and_scale is None:
-                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
-            return planes_and_scale
+            return matrix
         w_t, scale = self._ternary(tensor, shape)
         return quantization.pack_ternary(w_t), scale
 

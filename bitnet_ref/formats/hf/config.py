@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import LARGEST_INT, ConfigError, ConfigWarning, describe, printable
+from ...errors import LARGEST_INT, ConfigError, ConfigWarning, describe, errors_at, printable
 from ...families import FAMILIES
 from ...families.family import SIZES, HfForm, activation_name
 from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
@@ -84,10 +84,8 @@ def parse_hf_config(
     doubts: receives them; None: they become one `ConfigWarning`.
     """
     own: list[Doubt] = []
-    try:
+    with errors_at(path):
         config = _parse(text_part(raw, own), allow_unquantized, own)
-    except ConfigError as error:
-        raise ConfigError(error.message, path=path, field=error.field, mentions=error.mentions) from None
     if doubts is None:
         _warn(path, own)
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigError, FormatError
+from ...errors import ConfigError, FormatError, errors_at
 from ...families import config_from_dict
 from ...families.linear_norms import put_norm
 from ...reference import quantization
@@ -118,10 +118,8 @@ class OnnxCheckpoint(Checkpoint):
             if len(text) > MAX_CONFIG_BYTES:
                 raise ConfigError(f"has more than {MAX_CONFIG_BYTES} characters", path=self.path, field=CONFIG_KEY)
             raw = parse_json_object(text.encode("utf-8", "surrogatepass"), ConfigError, self.path)
-            try:
+            with errors_at(self.path):
                 return config_from_dict(raw)
-            except ConfigError as error:
-                raise ConfigError(error.message, path=self.path, field=error.field, mentions=error.mentions) from None
         path = self.path.parent / "config.json"
         if not is_present(path):
             message = "has no configuration of bitnet_ref's in its metadata, and there is no config.json beside it"

@@ -75,10 +75,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, path: AnyPath = None) -> None:
         """Raises TokenizerError, with the line, if it is not a template or uses what chat templates may not use."""
-        try:
-            from . import sandbox
-        except ImportError as error:
-            raise TokenizerError("chat templates need jinja2: pip install jinja2", path=path) from error
+        from . import sandbox
+
         self.path, self._sandbox = path, sandbox
         with self._errors():
             self._template = sandbox.compile_template(source)
