@@ -25,6 +25,8 @@ class Hub:
         self.corrupt = set()  # files that arrive otherwise than listed
         self.says = {}  # key of a listed file -> the value that it says
         self.etag = None  # of each file; by default its SHA-256
+        self.linked_etag = None  # of each file, if the hub gives one
+        self.refusal = None  # (code, X-Error-Code, X-Error-Message) of every answer
         self.gates = {}  # file -> an Event to wait for before sending
 
     def put(self, repo, revision, files):
@@ -55,6 +57,9 @@ def serving(hub):
 
         def do_GET(self):
             path = unquote(self.path.partition("?")[0]).strip("/").split("/")
+            if hub.refusal is not None:
+                code, name, message = hub.refusal
+                return self.reply(code, X_Error_Code=name, X_Error_Message=message)
             listing = path[:2] == ["api", "models"]
             org, repo, *rest = path[2:] if listing else path
             found = hub.repos.get(f"{org}/{repo}")
@@ -98,6 +103,8 @@ def serving(hub):
                 "X_Repo_Commit": commit,
                 "Accept_Ranges": "bytes",
             }
+            if hub.linked_etag is not None:
+                headers["X_Linked_Etag"] = hub.linked_etag
             if self.command == "HEAD":
                 return self.reply(200, data, **headers)
             if name in hub.gates:
