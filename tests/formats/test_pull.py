@@ -398,6 +398,26 @@ def test_a_file_that_differs_from_what_the_hub_lists(hub, model_files, name):
     assert files_of(path) == model_files
 
 
+def test_a_system_without_links(hub, model_files, monkeypatch):
+    """The snapshot has the files themselves."""
+    monkeypatch.setattr("huggingface_hub.file_download.are_symlinks_supported", lambda cache_dir=None: False)
+    hub.put("org/tiny", "main", model_files)
+    hub.corrupt.add("config.json")
+    with pytest.raises(FormatError, match=r"config\.json of org/tiny is not what the hub lists"):
+        pull("org/tiny")
+    assert "config.json" not in [path.name for path in hub_cache().rglob("*")]
+    hub.corrupt.clear()
+    _, path = pull("org/tiny")
+    assert files_of(path) == model_files
+    assert not any(each.is_symlink() for each in path.iterdir())
+
+
+def test_a_cache_in_folders_that_are_not_there(hub, model_files, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "a" / "b" / "c"))
+    hub.put("org/tiny", "main", model_files)
+    assert pull("org/tiny")[1].is_relative_to(tmp_path / "a" / "b" / "c")
+
+
 def test_without_network(hub, model_files, monkeypatch):
     hub.put("org/tiny", "main", model_files)
     pull("org/tiny")
