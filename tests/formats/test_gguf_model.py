@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
 from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.families.rope import StretchedRope
 from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
@@ -17,6 +18,7 @@ from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.quantization import quantize_weights, unpack_ternary
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 from bitnet_ref.system.options import declared_options
@@ -492,6 +494,105 @@ def test_bad_metadata(case, tmp_path):
     assert message in caught.value.message, caught.value
     assert caught.value.path == str(path)
     assert field is None or caught.value.field == field
+
+
+def keys_with(tmp_path, source=GGUF / "tq2_0.gguf", arch=ARCH, drop=(), tensors=None, **values):
+    """The configuration of a file with these keys of its architecture; `kind__key` with __ for a dot."""
+    typed = {f"{arch}.{key.replace('__', '.')}": Typed(*value) for key, value in values.items()}
+    return bitnet_ref.read_config(changed(tmp_path / "x.gguf", source, typed, drop, tensors))
+
+
+@pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (2, None), (4, None)])
+def test_poolings(number, pooling, tmp_path):
+    if pooling is not None:
+        assert keys_with(tmp_path, pooling_type=("uint32", number)).pooling == pooling
+        return
+    with pytest.raises(ConfigError, match=rf"pooling_type: expected 1 \(mean\) or 3 \(last token\), got {number}"):
+        keys_with(tmp_path, pooling_type=("uint32", number))
+
+
+def test_yarn_at_its_limits(tmp_path):
+    """llama.cpp multiplies the file's factor with its own, 0.1 ln(factor) + 1."""
+    kind = {"rope__scaling__type": ("string", "yarn")}
+
+    def rope(factor, **more):
+        typed = {f"rope__scaling__{key}": ("float32", value) for key, value in more.items()}
+        return keys_with(tmp_path, **kind, rope__scaling__factor=("float32", factor), **typed).rope
+
+    for factor in (1e-3, 999999936.0):  # the last float32 below 1e9
+        assert rope(factor).factor == pytest.approx(factor)
+    plain = rope(4.0)
+    assert plain.original_max_position_embeddings == bitnet_ref.read_config(GGUF / "tq2_0.gguf").context_length
+    assert (plain.beta_fast, plain.beta_slow) == (32.0, 1.0)
+    assert plain.attention_factor == 0.1 * np.log(4.0) + 1
+    assert rope(4.0, yarn_attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert rope(4.0, attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert rope(4.0, attn_factor=0.5, yarn_attn_factor=2.0).attention_factor == pytest.approx(
+        plain.attention_factor * 2
+    )
+    own = rope(4.0, yarn_beta_fast=20.0, yarn_beta_slow=2.0)
+    assert (own.beta_fast, own.beta_slow) == (20.0, 2.0)
+
+
+def test_linear_scaling_by_either_key(tmp_path):
+    for keys in (
+        {"rope__scale_linear": ("float32", 2.0)},
+        {"rope__scaling__type": ("string", "linear"), "rope__scaling__factor": ("float32", 2.0)},
+        {"rope__scaling__factor": ("float32", 2.0), "rope__scale_linear": ("float32", 3.0)},
+    ):
+        rope = keys_with(tmp_path, **keys).rope
+        assert (rope.rope_type, rope.factor) == ("linear", 2.0)
+    for keys in (
+        {"rope__scale_linear": ("float32", 0.0)},
+        {"rope__scaling__type": ("string", "none"), "rope__scaling__factor": ("float32", 2.0)},
+    ):
+        assert keys_with(tmp_path, **keys).rope.rope_type == "default"
+    with pytest.raises(ConfigError, match=r"rope.scaling.factor: expected a number; it is absent"):
+        keys_with(tmp_path, rope__scaling__type=("string", "linear"))
+    with pytest.raises(ConfigError, match=r"rope.scaling.type: expected a string, got 1"):
+        keys_with(tmp_path, rope__scaling__type=("uint32", 1))
+
+
+def test_llama_3s_divisors_of_every_length(tmp_path):
+    """The trained context is a power of two up to 2^20. Divisors of 1 are no scaling."""
+    source = export(write_family(tmp_path / "hf", FAMILIES["llama"]), tmp_path / "plain.gguf", "f32")
+    half = bitnet_ref.read_config(source).head_dim // 2
+
+    def rope(divisors):
+        tensors = {"rope_freqs.weight": f32(*divisors)}
+        return keys_with(tmp_path, source, "llama", tensors=tensors, rope__freq_base=("float32", 1e7)).rope
+
+    assert rope([1.0] * half) == RopeConfig(1e7)
+    for exponent in (10, 13, 20):
+        given = StretchedRope(1e7, "llama3", 8.0, 2**exponent, low_freq_factor=1.0, high_freq_factor=4.0)
+        assert rope(llama3_divisors(given, 2 * half)) == given
+    beyond = StretchedRope(1e7, "llama3", 8.0, 2**21, low_freq_factor=1.0, high_freq_factor=4.0)
+    wrong = [llama3_divisors(beyond, 2 * half), [np.inf] * half, [0.5] * half, [2e9] * half]
+    wrong += [llama3_divisors(given, 2 * half) * 1.001]
+    for divisors in wrong:
+        with pytest.raises(FormatError, match="not those of Llama 3 scaling"):
+            rope(divisors)
+    with pytest.raises(FormatError, match=rf"expected F32 of shape \[{half}\]"):
+        rope([1.0] * (half + 1))
+
+
+def test_blocks_that_only_guess(tmp_path):
+    """Those after the model's own, which llama.cpp counts among its blocks, are left out."""
+    assert bitnet_ref.read_config(GGUF / "tq2_0.gguf").num_hidden_layers == 2
+    for drafts, layers in ((0, 2), (1, 1), (2, 2), (3, 2)):
+        assert keys_with(tmp_path, nextn_predict_layers=("uint32", drafts)).num_hidden_layers == layers
+
+
+def test_a_window_of_none_or_of_some_tokens(tmp_path):
+    source = export(write_family(tmp_path / "hf", FAMILIES["mistral"]), tmp_path / "m.gguf", "f32")
+    with GgufFile(source) as file:
+        arch = file.metadata["general.architecture"]
+    assert bitnet_ref.read_config(source).sliding_window == 3
+    for window, expected in ((1, 1), (0, None)):
+        config = keys_with(tmp_path, source, arch, attention__sliding_window=("uint32", window))
+        assert config.sliding_window == expected
+    with pytest.raises(ConfigError, match="sliding_window: expected a whole number above zero; got -1"):
+        keys_with(tmp_path, source, arch, attention__sliding_window=("int32", -1))
 
 
 def test_another_clamp_of_maple(tmp_path):
