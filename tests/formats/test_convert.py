@@ -26,6 +26,8 @@ from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, gguf_tokenizer, prove, remark_on
+from bitnet_ref.formats.convert import proof as proof_module
+from bitnet_ref.formats.convert.proof import Proof, Tally
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
@@ -296,6 +298,106 @@ def test_a_conversion_that_went_wrong_is_refused_and_leaves_nothing(spoil, says,
     with pytest.raises(FormatError, match=says):
         convert(BITNET, tmp_path / "out", "hf-packed")
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_tally_counts():
+    tally = Tally()
+    for name, difference in (("a", 0.0), ("b", 0.25), ("c", 0.5), ("d", 0.125), ("e", 0.0)):
+        tally.add(name, difference)
+    assert tally == Tally(equal=2, total=5, largest=0.5, first="b")
+
+
+ROUNDED = {"scales": Tally(40, 42, 1.5e-4, "q"), "tensors": Tally(10, 13, 4.9e-4, "norm")}
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict"),
+    [
+        ({}, "identical: 42 ternary planes, every scale and every tensor"),
+        (
+            {"tokens": 8, "logits_equal": True},
+            "identical: 42 ternary planes, every scale and every tensor, and all logits",
+        ),
+        (
+            {"tokens": 8, "logits_difference": 1.2e-6},
+            "identical: 42 ternary planes, every scale and every tensor; logits within 1.2e-06: "
+            "float matrices have another dtype",
+        ),
+        (
+            {"scales": ROUNDED["scales"]},
+            "all 42 ternary planes identical; the format rounds 2 of the scales (by at most 1.5e-04 of their size)",
+        ),
+        (
+            {**ROUNDED, "config": {"norm_eps": (1, 2)}, "tokens": 8, "logits_difference": 0.0015, "kl": 1e-9},
+            "all 42 ternary planes identical; the format rounds 2 of the scales (by at most 1.5e-04 of their size) and "
+            "3 of the other tensors (by at most 4.9e-04 of their size) and config.norm_eps; logits within 1.5e-03, "
+            "KL 1e-09, the same most likely token",
+        ),
+        (
+            {"config": {"norm_eps": (1, 2)}, "tokens": 8, "kl": 0.9e-9, "logits_difference": 0.5},
+            "all 42 ternary planes identical; the format rounds config.norm_eps; logits within 5.0e-01",
+        ),
+        (
+            {"config": {"norm_eps": (1, 2)}, "tokens": 8, "kl": 0.5, "same_choice": False, "logits_difference": 0.5},
+            "all 42 ternary planes identical; the format rounds config.norm_eps; logits within 5.0e-01, KL 5e-01, "
+            "not always the same most likely token",
+        ),
+        ({"problems": ["a differs", "b differs"]}, "a differs; b differs"),
+    ],
+)
+def test_what_a_proof_says(facts, verdict):
+    proof = Proof(**{"planes": Tally(42, 42), "scales": Tally(42, 42), "tensors": Tally(13, 13), **facts})
+    assert proof.verdict == verdict
+    assert proof.holds == ("problems" not in facts)
+    assert proof.exact == verdict.startswith("identical")
+    assert {key: proof.to_dict()[key] for key in ("holds", "exact", "verdict")} == {
+        "holds": proof.holds,
+        "exact": proof.exact,
+        "verdict": verdict,
+    }
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "difference"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.0, -4.0], [1.0, 2.5, -4.5], 0.25),
+        ([0.0, 2.0], [2.0**-25, 2.0], 2.0**-11),  # what float16 rounds to zero
+        ([0.0, 2.0], [2.0**-24, 2.0], 2.0),  # what it does not
+        ([2.0**-26], [-(2.0**-26)], 2.0**-11),
+        ([1.0, 1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 3.0], 0.5),  # in the last block
+        ([1.0], [1.0, 2.0], np.inf),
+        ([1.0], None, np.inf),
+        (None, [1.0], np.inf),
+        (np.array([1, 2], np.uint8), np.array([1, 2], np.uint8), 0.0),
+        (np.array([1, 2], np.uint8), np.array([1, 3], np.uint8), 1.0),
+        (np.array([1, 2], np.int64), np.array([2, 1], np.int64), 1.0),
+    ],
+)
+def test_the_difference_of_two_tensors(a, b, difference, monkeypatch):
+    """Relative to the source's own value."""
+    monkeypatch.setattr(proof_module, "_BLOCK_VALUES", 2)
+    a, b = (np.array(each, np.float32) if isinstance(each, list) else each for each in (a, b))
+    assert proof_module._difference(a, b) == difference
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_near"),
+    [
+        (0.1, float(np.float32(0.1)), True),
+        (0.1, 0.1000001, False),
+        (1, 1.0, True),
+        ((0.1, "a"), (float(np.float32(0.1)), "a"), True),
+        ((0.1,), (0.1, 0.1), False),
+        ({"x": 0.1}, {"x": float(np.float32(0.1))}, True),
+        ({"x": 0.1}, {"y": 0.1}, False),
+        ({"x": (0.1, 2)}, {"x": (0.1, 3)}, False),
+        ("a", "b", False),
+        (None, None, True),
+    ],
+)
+def test_what_is_near_in_a_configuration(a, b, is_near):
+    assert proof_module._nearly(a, b) is is_near
 
 
 def test_what_a_proof_computes(tmp_path):
