@@ -1,5 +1,7 @@
 """Models in GGUF files: the golden files of bitnet.cpp's and llama.cpp's quantisers, both ways to the byte."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from helpers import BITNET, DATA, GOLDEN, TINY, cut_to, golden, model, rng, tiny_tensors, write_checkpoint
@@ -11,8 +13,16 @@ from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.families.rope import StretchedRope
 from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.gguf import evidence
+from bitnet_ref.formats.gguf.blocks import MXFP4, TYPES
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
-from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
+from bitnet_ref.formats.gguf.evidence import (
+    block_linears,
+    check_dialect,
+    find_i2_s_layout,
+    permute_rows,
+    unpermute_rows,
+)
 from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, write_gguf_model
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
@@ -222,8 +232,123 @@ def test_shortest():
 # -- what the file does not say ----------------------------------------------------------------------------------------
 
 
-def test_the_option_is_called_as_the_format_is():
-    assert declared_options(LoadOptions)["i2_s_layout"].flag == "--i2s-layout"
+def test_how_the_options_are_called_in_the_shell():
+    """flag, metavar, whether it takes no value, and its default; and what the shell does not have."""
+    options = declared_options(LoadOptions)
+    assert {name: (o.flag, o.metavar, o.is_flag, o.default) for name, o in options.items() if o.in_shell} == {
+        "allow_unquantized": (None, None, False, False),
+        "prepared": (None, None, True, False),
+        "i2_s_layout": ("--i2s-layout", None, False, None),
+        "tl_tiles": (None, None, False, None),
+        "adapter": (None, "FOLDER", False, None),
+        "activations": (None, None, False, "auto"),
+        "rotation": (None, None, False, "stored"),
+        "dense": (None, None, False, "stored"),
+    }
+    assert {name: o.default for name, o in options.items() if not o.in_shell} == {
+        "verify": False,
+        "share": False,
+        "progress": None,
+    }
+
+
+def file_of(metadata=(), **types):
+    """A file of tensors of these types, by the words of their names, as far as its evidence looks at it."""
+    ids = {kind.name: kind for kind in TYPES.values()}
+    tensors = {name: SimpleNamespace(name=name, type=ids[kind]) for name, kind in types.items()}
+    return SimpleNamespace(metadata=dict(metadata), tensors=tensors)
+
+
+BITNET_CPP = "GGUF dialect: bitnet.cpp (tensor type {} there, and unused in llama.cpp)"
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [
+        ({}, []),
+        ({"a": "F32", "b": "TQ2_0", "c": "TQ1_0", "d": "NVFP4"}, []),
+        ({"a": "I2_S", "b": "TL2/MXFP4"}, [BITNET_CPP.format("36 is I2_S")]),
+        ({"a": "I8_S"}, [BITNET_CPP.format("37 is I8_S")]),
+        ({"a": "I8_S", "b": "TL1"}, [BITNET_CPP.format("38 is TL1")]),
+        (
+            {"a": "F32", "b": "TL2/MXFP4"},
+            ["GGUF dialect: bitnet.cpp (tensor type 39 with a tensor b_scale is TL2, not MXFP4)"],
+        ),
+    ],
+)
+def test_the_dialect_of_type_ids(types, words):
+    said = []
+    check_dialect(file_of(**types), said)
+    assert said == words
+
+
+def test_type_39_without_a_scale_is_llama_cpps():
+    file, said = file_of(a="TL2/MXFP4"), []
+    file.tensors["a"].type = MXFP4
+    check_dialect(file, said)
+    words = "tensor type 39 without a tensor of its scale is MXFP4, not TL2"
+    assert said == [f"GGUF dialect: llama.cpp ({words})"]
+
+
+ASSUMED = "activations: int8, as each matrix has a single scale; if the model was trained with floats, as TriLM and "
+ASSUMED += 'BitCPM were, load it with activations="float"'
+
+
+@pytest.mark.parametrize(
+    ("metadata", "in_doubt", "activations", "floats", "words"),
+    [
+        ({}, True, "auto", False, [ASSUMED]),
+        ({}, False, "auto", False, []),
+        ({"general.name": "My TriLM 99M"}, True, "auto", True, ["activations stay floats: the file's name says trilm"]),
+        ({"general.name": "My TriLM 99M"}, False, "auto", False, []),
+        ({"general.basename": "BitCPM4"}, True, "auto", True, ["activations stay floats: the file's name says bitcpm"]),
+        (
+            {"general.source.url": "https://hub/Spectra/x"},
+            True,
+            "auto",
+            True,
+            ["activations stay floats: the file's name says spectra"],
+        ),
+        ({"general.name": 7, "general.author": "trilm"}, True, "auto", False, [ASSUMED]),
+        ({"general.name": "TriLM"}, True, "int8", False, ["activations: int8, as it was asked for"]),
+        ({}, False, "float", True, ["activations: float, as it was asked for"]),
+    ],
+)
+def test_how_inputs_are_taken(metadata, in_doubt, activations, floats, words):
+    said = []
+    assert evidence._choose_float_inputs(file_of(metadata), in_doubt, activations, said) is floats
+    assert said == words
+
+
+@pytest.mark.parametrize(
+    ("layers", "looked_at"),
+    [
+        (1, [0]),
+        (2, [0, 1]),
+        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (9, [0, 1, 2, 3, 5, 6, 7, 8]),
+        (30, [0, 4, 8, 12, 17, 21, 25, 29]),
+    ],
+)
+def test_the_layers_that_show_a_layout(layers, looked_at, monkeypatch):
+    """Eight of them, from the first to the last, until it is clear."""
+    seen, said = [], []
+    monkeypatch.setattr(evidence, "_compare_layouts", lambda file, config, index, norm, comparison: seen.append(index))
+    file, config = file_of(**{"blk.0.attn_q.weight": "I2_S"}), SimpleNamespace(num_hidden_layers=layers)
+    file.tensors["blk.0.attn_q.weight"].shape = (4, 128)
+    assert find_i2_s_layout(file, config, None, lambda name: None, said) == "x86"
+    assert seen == looked_at
+    assert said == ["I2_S layout: x86 assumed, as there was nothing to compare"]
+
+    def decide(file, config, index, norm, comparison):
+        seen.append(index)
+        comparison.comparisons, comparison.sums["arm"] = 1, 50.0 * len(seen)
+
+    seen.clear()
+    monkeypatch.setattr(evidence, "_compare_layouts", decide)
+    assert find_i2_s_layout(file, config, None, lambda name: None, said) == "arm"
+    assert seen == [0]
+    assert find_i2_s_layout(file_of(), config, "arm", lambda name: None, said) == "x86"  # nothing is in a layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
