@@ -25,7 +25,17 @@ import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import LoadOptions
-from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, gguf_tokenizer, prove, remark_on
+from bitnet_ref.formats.convert import (
+    TARGETS,
+    Target,
+    _check_destination,
+    convert,
+    engine_of,
+    fits,
+    gguf_tokenizer,
+    prove,
+    remark_on,
+)
 from bitnet_ref.formats.convert import proof as proof_module
 from bitnet_ref.formats.convert.proof import Proof, Tally
 from bitnet_ref.formats.gguf.file import GgufFile
@@ -498,6 +508,76 @@ def test_who_runs_what_was_written(tmp_path):
     assert remark(BITNET, "gguf-iq2_bn") is None
     assert "norms inside (attn_q_norm_in)" in remark(DATA / "families" / "embedding-gemma3", "gguf-f16")
     assert remark(GOLDEN / "llama-dense", "gguf-f16") is None
+
+
+def test_who_runs_every_format():
+    """What does not depend on the model, and the rest by its architecture: a BitNet's own, or llama.cpp's."""
+    own = {
+        "bitnet.cpp": {"gguf-i2_s", "gguf-tl1", "gguf-tl2"},
+        "PrismML's llama.cpp": {"gguf-pq2_0", "gguf-ptq1_0"},
+        "mlx-lm": {target for target in TARGETS if target.startswith("mlx-")},
+        "bitnet_ref": {"native", "native-base3"},
+        "ik_llama.cpp": {"gguf-iq2_bn"},
+        "AngelSlim's llama.cpp": {"gguf-stq1_0"},
+        "onnxruntime": {"onnx"},
+        "transformers": {target for target in TARGETS if target.startswith("hf-")},
+    }
+    others = {*TARGETS} - {target for targets in own.values() for target in targets}
+    assert others
+    assert all(target.startswith("gguf-") for target in others)
+    bitnet, llama = (bitnet_ref.read_config(path) for path in (BITNET, GOLDEN / "llama-dense"))
+    for config, engine in ((bitnet, "bitnet.cpp"), (llama, "llama.cpp")):
+        assert {target: engine_of(config, target) for target in TARGETS} == {
+            **{target: name for name, targets in own.items() for target in targets},
+            **dict.fromkeys(others, engine),
+        }
+    normed = replace(bitnet, quantization=replace(bitnet.quantization, use_rms_norm=True))
+    for target in TARGETS:
+        assert engine_of(normed, target) == ("" if target.startswith("gguf-") else engine_of(bitnet, target))
+
+
+def test_what_bf16_holds_of_a_ternary_model(tmp_path):
+    """A remark about what has no masters, and none about what has, or is dense."""
+    words = "hf-bf16 holds -1, 0, +1 beside weight_scale, and no masters: what quantises when it loads would take "
+    words += "mean|W| of these for the scale; hf-online is for that, and for training on"
+    for name, source, target, remark in (
+        ("a", BITNET, "hf-bf16", words),
+        ("b", BITNET, "hf-online", None),
+        ("c", BITNET, "hf-packed", None),
+        ("d", GOLDEN / "llama-dense", "hf-bf16", None),
+    ):
+        convert(source, tmp_path / name, target, verify=False)
+        assert remark_on(tmp_path / name, target) == remark
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "overwrite", "message"),
+    [
+        ("x.bin", "native", False, "native is a file whose name ends in .bitnet.safetensors, got '{}'"),
+        ("x.bin", "gguf-f16", False, "gguf-f16 is a file whose name ends in .gguf, got '{}'"),
+        ("none/x.gguf", "gguf-f16", False, "there is no folder '{}' to write into"),
+        ("none/x", "hf-packed", False, "there is no folder '{}' to write into"),
+        ("folder.gguf", "gguf-f16", True, "'{}' is a folder that is there already; remove it, or give another name"),
+        ("folder.gguf", "hf-packed", True, "'{}' is a folder that is there already; remove it, or give another name"),
+        ("file.gguf", "gguf-f16", False, "'{}' is there already; overwrite=True replaces it"),
+        ("file.gguf", "hf-packed", False, "'{}' is there already; overwrite=True replaces it"),
+        ("file.gguf", "hf-packed", True, "hf-packed is a folder, and '{}' is a file"),
+        ("new.gguf", "gguf-f16", False, None),
+        ("file.gguf", "gguf-f16", True, None),
+        ("new", "hf-packed", False, None),
+    ],
+)
+def test_where_a_result_may_be(name, target, overwrite, message, tmp_path):
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "file.gguf").touch()
+    path = tmp_path / name
+    if message is None:
+        _check_destination(TARGETS[target], path, overwrite)
+        return
+    with pytest.raises(ConfigError) as caught:
+        _check_destination(TARGETS[target], path, overwrite)
+    assert caught.value.message == message.format(path.parent if "no folder" in message else path)
+    assert list(caught.value.mentions) == ["overwrite=True"]
 
 
 def test_the_table_of_formats():
