@@ -1,5 +1,6 @@
 """formats.hf_folder: a folder's tensors become the weights they are, or one error says which is wrong and where."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,13 +26,15 @@ from helpers import (
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
-from bitnet_ref.formats.checkpoint import LoadOptions, read_weights
+from bitnet_ref.formats import hashes
+from bitnet_ref.formats.checkpoint import LoadOptions, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import read_hf_config
 from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint, read_folder_config
 from bitnet_ref.formats.hf.wrappers import hf_form
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.inspection import inspect_model
+from bitnet_ref.reference.config import QuantizationConfig
 from bitnet_ref.reference.quantization import quantize_weights
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
@@ -619,3 +622,44 @@ def test_as_many_layers_as_tensors(tmp_path):
             HfCheckpoint(folder).close()
         else:
             check_error(folder, message, "num_hidden_layers")
+
+
+@pytest.mark.parametrize(
+    ("linear_class", "mode", "convention"),
+    [
+        ("bitlinear", "offline", "divide"),
+        ("bitlinear", "online", "divide"),
+        ("autobitlinear", "offline", "multiply"),
+        ("autobitlinear", "online", "absmean"),
+    ],
+)
+def test_what_a_scale_means(linear_class, mode, convention):
+    assert scale_convention(QuantizationConfig(linear_class, mode)) == convention
+    assert scale_convention(None) is None
+
+
+def test_the_smallest_and_largest_scale(tmp_path):
+    """A reciprocal in float32 must be there."""
+    with HfCheckpoint(write_checkpoint(tmp_path, TINY)) as checkpoint:
+        for scale in (2.0**-127, 1e-38, 1.0, 3.4e38):
+            assert checkpoint.checked_scale("x", np.float32(scale)) == np.float32(scale)
+        for scale in (2.0**-129, 0.0, -1.0, np.nan):
+            with pytest.raises(FormatError, match="expected a scale above zero, got "):
+                checkpoint.checked_scale("x", np.float32(scale))
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (2, " (and 1 more)"), (5, " (and 4 more)")])
+def test_tensors_that_have_no_place_are_counted(count, more, tmp_path):
+    tensors = with_config({f"odd{n}": np.ones(1, np.float32) for n in range(count)}, TINY)
+    message = "this tensor is no part of a llama model as config.json describes it"
+    error = check_error(write_checkpoint(tmp_path, TINY, tensors), "no part of")
+    assert error.message == message + more
+    assert error.field.startswith("odd")
+
+
+def test_the_hash_of_a_file_counts_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(hashes, "BLOCK_BYTES", 4)
+    (tmp_path / "x").write_bytes(b"0123456789")
+    seen = []
+    assert hashes.file_hash(tmp_path / "x", seen.append) == hashlib.sha256(b"0123456789").hexdigest()
+    assert seen == [4, 4, 2]

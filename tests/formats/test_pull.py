@@ -1,6 +1,7 @@
 """`pull` and `rm` of models of the hub, through the real huggingface_hub, from a hub on this machine (hub_server)."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -396,6 +398,19 @@ def test_a_file_that_differs_from_what_the_hub_lists(hub, model_files, name):
     hub.corrupt.clear()
     _, path = pull("org/tiny")
     assert files_of(path) == model_files
+
+
+def test_a_system_that_allows_sha_1_for_no_security(hub, model_files, monkeypatch):
+    """As FIPS has it: Git's hash of a file is none."""
+
+    def sha1(data, *, usedforsecurity=True):
+        if usedforsecurity:
+            raise ValueError("disabled for FIPS")
+        return hashlib.sha1(data)
+
+    monkeypatch.setattr("bitnet_ref.formats.registry.pull.hashlib", SimpleNamespace(sha1=sha1))
+    hub.put("org/tiny", "main", model_files)
+    assert files_of(pull("org/tiny")[1]) == model_files
 
 
 def test_a_system_without_links(hub, model_files, monkeypatch):
