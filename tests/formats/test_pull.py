@@ -449,10 +449,10 @@ def test_a_full_disk(hub, model_files, monkeypatch):
     with pytest.raises(StorageError, match=r"7,058 bytes are to be written, and 1,000 are free.*free some"):
         pull("org/tiny")
     assert hub.sent == []
-    larger = {**model_files, "pytorch_model.bin": bytes(10_000)}  # which is not fetched
-    hub.put("org/tiny", "main", larger)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=sum(map(len, model_files.values()))))
-    assert files_of(pull("org/tiny")[1]) == model_files
+    wanted = {**model_files, "README.md": b""}
+    hub.put("org/tiny", "main", {**wanted, "pytorch_model.bin": bytes(10_000)})  # which is not fetched
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=sum(map(len, wanted.values()))))
+    assert files_of(pull("org/tiny")[1]) == wanted  # to the byte
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     pull("org/tiny")  # what is here needs no space
 
