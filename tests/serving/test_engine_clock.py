@@ -4,6 +4,7 @@ A pass of the model takes half a second.
 """
 
 from dataclasses import replace
+from queue import Empty
 from types import SimpleNamespace
 
 import pytest
@@ -301,3 +302,65 @@ def test_company_is_waited_for_to_the_moment(drive, monkeypatch):
     driven.step()
     assert waits == []  # the batch is full
     assert len(driven.engine.timeline[-1].parts) == 3
+
+
+def test_the_bell_is_waited_for_as_long_as_it_is_said(drive, monkeypatch):
+    """Then all that rang is heard, and none of it twice."""
+    driven, waits, rings = drive(), [], [None] * 3
+
+    def get(timeout=-1):
+        waits.append(timeout)
+        raise Empty
+
+    def get_nowait():
+        if not rings:
+            raise Empty
+        rings.pop()
+
+    monkeypatch.setattr(driven.worker, "_bell", SimpleNamespace(get=get, get_nowait=get_nowait, put=rings.append))
+    driven.worker._has_rung[0] = 1
+    driven.worker._wait(0.25)
+    driven.worker._wait(None)
+    assert waits == [0.25, None]
+    assert (rings, driven.worker._has_rung[0]) == ([], 0)
+    driven.worker._ring()
+    assert (rings, driven.worker._has_rung[0]) == ([None], 1)
+
+
+def test_an_idle_engine_sleeps_until_a_paused_request_is_late(drive, monkeypatch):
+    driven, waits = drive(max_unread=1), []
+    stream = driven.engine.stream("Alice", max_tokens=20, ignore_eos=True, timeout_s=3.0)
+    driven.step()
+    assert driven.gauges() == (0, 0, 1)
+
+    def wait(timeout_s):
+        waits.append(timeout_s)
+        driven.now_s += 2.0
+
+    monkeypatch.setattr(driven.worker, "_wait", wait)
+    driven.step()
+    assert waits == [2.5, 0.5]
+    assert stream.done
+    assert driven.engine.metrics.finished["timeout"] == 1
+
+
+def test_steps_in_a_row_share_their_time(drive):
+    """Each has the pieces of the one before, or fewer."""
+    driven = drive(max_batch=2)
+    handles = [driven.engine.submit("Alice", max_tokens=9) for _ in range(2)]
+    assert driven.worker._admit_arrivals()
+    pieces = driven.worker._scheduler.plan().pieces
+    driven.now_s = 101.5
+    driven.worker._record([pieces, pieces, pieces[:1]], 100.0)
+    assert driven.worker._scheduler.step_s == 0.5
+    records = list(driven.engine.timeline)
+    assert [(each.number, each.start_s, each.seconds) for each in records] == [
+        (1, 100.0, 0.5),
+        (2, 100.5, 0.5),
+        (3, 101.0, 0.5),
+    ]
+    numbers = [handle.request_id for handle in handles]
+    assert [[part.request_id for part in each.parts] for each in records] == [numbers, numbers, numbers[:1]]
+    now = driven.engine.metrics.snapshot()
+    assert (now["engine_step_seconds"]["count"], now["engine_step_seconds"]["sum"]) == (3, 1.5)
+    assert (now["engine_steps"], now["generation_tokens"]) == (3, 5)
