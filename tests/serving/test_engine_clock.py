@@ -3,6 +3,8 @@
 A pass of the model takes half a second.
 """
 
+import asyncio
+import os
 from dataclasses import replace
 from queue import Empty
 from types import SimpleNamespace
@@ -364,3 +366,34 @@ def test_steps_in_a_row_share_their_time(drive):
     now = driven.engine.metrics.snapshot()
     assert (now["engine_step_seconds"]["count"], now["engine_step_seconds"]["sum"]) == (3, 1.5)
     assert (now["engine_steps"], now["generation_tokens"]) == (3, 5)
+
+
+def test_another_process_is_told_by_every_use(drive, monkeypatch):
+    """An engine's thread does not exist in a child process."""
+    driven = drive()
+    engine, own = driven.engine, os.getpid()
+    stream, handle = engine.stream("Alice", max_tokens=2), engine.submit("Alice", max_tokens=2)
+    uses = {
+        "this engine belongs": (
+            lambda: engine.submit("Alice"),
+            lambda: engine.generate("Alice"),
+            lambda: engine.requests,
+            lambda: engine.stories,
+        ),
+        "this request belongs to the engine": (
+            lambda: next(stream),
+            lambda: handle.result(timeout_s=0),
+            lambda: asyncio.run(handle.aresult()),
+            lambda: asyncio.run(anext(stream)),
+        ),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(tickets, "os", SimpleNamespace(getpid=lambda: own + 1))
+        for subject, calls in uses.items():
+            message = f"{subject} of process {own}, and this is process {own + 1}; make an engine after the fork"
+            for use in calls:
+                with pytest.raises(EngineClosed) as caught:
+                    use()
+                assert str(caught.value) == message
+    driven.step(2)
+    assert (stream.done, handle.done) == (True, True)
