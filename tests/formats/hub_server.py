@@ -25,6 +25,8 @@ class Hub:
         self.corrupt = set()  # files that arrive otherwise than listed
         self.says = {}  # key of a listed file -> the value that it says
         self.etag = None  # of each file; by default its SHA-256
+        self.linked_etag = None  # of each file, if the hub gives one
+        self.refusal = None  # (code, X-Error-Code, X-Error-Message) of every answer
         self.gates = {}  # file -> an Event to wait for before sending
 
     def put(self, repo, revision, files):
@@ -54,7 +56,11 @@ def serving(hub):
             self.do_GET()
 
         def do_GET(self):
-            path = unquote(self.path.partition("?")[0]).strip("/").split("/")
+            path, _, query = self.path.partition("?")
+            path = unquote(path).strip("/").split("/")
+            if hub.refusal is not None:
+                code, name, message = hub.refusal
+                return self.reply(code, X_Error_Code=name, X_Error_Message=message)
             listing = path[:2] == ["api", "models"]
             org, repo, *rest = path[2:] if listing else path
             found = hub.repos.get(f"{org}/{repo}")
@@ -68,17 +74,20 @@ def serving(hub):
             if is_tree:
                 return self.reply(200, self.tree(files), Content_Type="application/json")
             if listing:
-                return self.reply(200, self.listing(f"{org}/{repo}", commit, files), Content_Type="application/json")
+                siblings = self.siblings(files) if "blobs=true" in query.lower() else [{"rfilename": n} for n in files]
+                listed = {"id": f"{org}/{repo}", "modelId": f"{org}/{repo}", "sha": commit, "siblings": siblings}
+                return self.reply(200, json.dumps(listed).encode(), Content_Type="application/json")
             return self.file("/".join(rest[2:]), commit, files)
 
-        def listing(self, repo, commit, files):
+        def siblings(self, files):
+            """With the sizes and hashes, which the hub gives when it is asked for them."""
             siblings = []
             for name, data in files.items():
                 entry = {"rfilename": name, "size": len(data), "blobId": git_blob_id(data)}
                 if name.endswith(LFS):
                     entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
                 siblings.append(entry | hub.says)
-            return json.dumps({"id": repo, "modelId": repo, "sha": commit, "siblings": siblings}).encode()
+            return siblings
 
         def tree(self, files):
             entries = []
@@ -98,6 +107,8 @@ def serving(hub):
                 "X_Repo_Commit": commit,
                 "Accept_Ranges": "bytes",
             }
+            if hub.linked_etag is not None:
+                headers["X_Linked_Etag"] = hub.linked_etag
             if self.command == "HEAD":
                 return self.reply(200, data, **headers)
             if name in hub.gates:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from bitnet_ref.families.lora import MISTAKES, AdaptedLinear, Adapter, LoraTerm,
 from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hashes import weight_hash
+from bitnet_ref.formats.hf import adapter as adapters
 from bitnet_ref.generation.chat import PrefixCache
 from bitnet_ref.inspection import inspect_model
 
@@ -225,6 +227,128 @@ def test_other_functions_are_refused_by_name(copy, keys, field):
         bitnet_ref.load(folder, backend="numpy")
     assert caught.value.field == field
     assert [error.field for error in inspect_model(folder).errors] == [field]
+
+
+CONFIG_PATH = Path("somewhere/adapter_config.json")
+
+
+@pytest.mark.parametrize("key", adapters.OTHER_FUNCTION)
+def test_every_key_of_another_function(key):
+    for value in (True, [1], {"a": 1}, "some", 2):
+        with pytest.raises(ConfigError) as caught:
+            adapters._check({"peft_type": "LORA", key: value}, CONFIG_PATH)
+        assert (caught.value.field, caught.value.path) == (key, str(CONFIG_PATH))
+        assert adapters.OTHER_FUNCTION[key] in caught.value.message
+    for value in (None, False, 0, [], {}, "", "none"):
+        adapters._check({"peft_type": "LORA", key: value}, CONFIG_PATH)
+
+
+@pytest.mark.parametrize("begun", ["pissa", "PiSSA_niter_4", "olora", "loftq", "corda", "lora_ga"])
+def test_every_way_to_begin_that_changes_the_base(begun):
+    with pytest.raises(ConfigError, match="the model's matrices were changed before it was trained") as caught:
+        adapters._check({"peft_type": "LORA", "init_lora_weights": begun}, CONFIG_PATH)
+    assert caught.value.field == "init_lora_weights"
+    for other in (True, False, "gaussian", "eva", "orthogonal", None):
+        adapters._check({"peft_type": "LORA", "init_lora_weights": other}, CONFIG_PATH)
+
+
+def test_six_unknown_keys_are_named():
+    odd = {f"odd{n}": n for n in range(1, 9)}
+    with pytest.warns(ConfigWarning) as caught:
+        adapters._check({"peft_type": "LORA", **odd, "off": None}, CONFIG_PATH)
+    named = ", ".join(f"odd{n}" for n in range(1, 7))
+    assert [str(each.message) for each in caught] == [f"{CONFIG_PATH}: {named}: ignored; no LoRA known here has it"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("lora_alpha", 1e-9, 1e-9),
+        ("lora_alpha", 999_999.5, 999_999.5),
+        ("lora_alpha", 1e6, "lora_alpha: expected a number above 0 and below 1e6, got 1000000.0"),
+        ("lora_alpha", 0, "lora_alpha: expected a number above 0 and below 1e6, got 0"),
+        ("lora_alpha", -1, "lora_alpha: expected a number above 0 and below 1e6, got -1"),
+        ("lora_alpha", True, "lora_alpha: expected a number above 0 and below 1e6, got True"),
+        ("lora_alpha", None, "lora_alpha: expected a number above 0 and below 1e6, got None"),
+        ("r", 4.0, 4.0),
+        ("r", 1, 1.0),
+        ("r", 1.5, "r: expected a whole number, got 1.5"),
+    ],
+)
+def test_numbers_of_an_adapter(key, value, expected):
+    values = adapters._Values({key: value}, key, "pattern", CONFIG_PATH)
+    if isinstance(expected, float):
+        assert values.of("a.b") == expected
+        assert type(values.of("a.b")) is float
+        return
+    with pytest.raises(ConfigError) as caught:
+        values.of("a.b")
+    assert str(caught.value) == f"{CONFIG_PATH}, {expected}"
+
+
+def test_the_first_pattern_that_fits_counts():
+    given = {"q_proj": 2, "layers.1.q_proj": 3, r"layers\.[01]\..*": 4, "proj": 5, "b.q_proj": 0}
+    values = adapters._Values({"r": 1, "p": given}, "r", "p", CONFIG_PATH)
+    for module, expected in (
+        ("a.layers.1.q_proj", 2),
+        ("q_proj", 2),
+        ("a.layers.1.k_proj", 4),
+        ("layers.2.k_proj", 1),
+        ("proj", 5),
+        ("a.xq_proj", 1),
+    ):
+        assert values.of(module) == expected
+    late = adapters._Values({"r": 1, "p": dict(reversed(given.items()))}, "r", "p", CONFIG_PATH)
+    assert late.of("a.layers.1.q_proj") == 4
+    with pytest.raises(ConfigError, match=r"p.b.q_proj: expected a number above 0"):
+        late.of("b.q_proj")
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "expected"),
+    [
+        ((), None, (".", None)),
+        (("config.json",), None, (".", None)),
+        (("config.json", "adapter_config.json"), None, (".", ".")),
+        (("config.json", "adapter_model.safetensors"), None, (".", ".")),
+        (("config.json", "adapter_model.bin"), None, (".", ".")),
+        (("config.json", "adapter_config.json"), "none", (".", None)),
+        (("config.json", "adapter_config.json"), "other", (".", "other")),
+        (("config.json",), "other/adapter_config.json", (".", "other")),
+    ],
+)
+def test_which_adapter_is_put_on(files, asked, expected, tmp_path):
+    folder, other = tmp_path / "m", tmp_path / "other"
+    for each in (folder, other):
+        each.mkdir()
+    (other / "adapter_config.json").write_text("{}")
+    for name in files:
+        (folder / name).write_text("{}")
+    places = {".": folder, "other": other, None: None}
+    given = asked if asked in (None, "none") else tmp_path / asked
+    assert adapters.find_adapter(folder, given) == (folder, places[expected[1]])
+    for name, is_folders in (
+        ("x.safetensors", True),
+        ("x.gguf", False),
+        ("x.onnx", False),
+        ("x.bitnet.safetensors", False),
+    ):
+        (folder / name).touch()
+        found = adapters.find_adapter(folder / name, given)
+        beside = places[expected[1]] if is_folders or asked not in (None, "none") else None
+        assert found == (folder / name, beside)
+
+
+def test_the_base_that_an_adapter_names(tmp_path):
+    """A path below the adapter's folder if it is there, else the name as it is."""
+    (tmp_path / "base").mkdir()
+    for named, base in (("base", tmp_path / "base"), ("org/base", "org/base"), (str(tmp_path), str(tmp_path))):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+        assert adapters.find_adapter(tmp_path, None) == (base, tmp_path)
+    for named in ("", None, 3, "a\0b"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+        with pytest.raises(ConfigError, match="expected the name or path of the model that the adapter is for"):
+            adapters.find_adapter(tmp_path, None)
 
 
 def test_an_adapter_of_mlx_lm_is_named(copy):

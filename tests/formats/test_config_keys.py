@@ -10,7 +10,7 @@ from helpers import BITNET, TINY, write_checkpoint
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
-from bitnet_ref.formats.hf.config_keys import OTHER_FUNCTION, OTHER_PACKING, have_same_meaning
+from bitnet_ref.formats.hf.config_keys import OTHER_FUNCTION, OTHER_PACKING, Doubt, have_same_meaning
 from bitnet_ref.inspection import inspect_model
 
 PATH = Path("somewhere/config.json")
@@ -143,6 +143,53 @@ def test_many_keys_are_one_short_warning(tmp_path):
         read_hf_config(path)
     assert len(caught) == 1
     assert len(str(caught[0].message)) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("count", "field", "words"),
+    [
+        (1, "odd_1", "it"),
+        (2, "odd_1, odd_2", "them"),
+        (6, "odd_1, odd_2, odd_3, odd_4, odd_5, odd_6", "them"),
+        (7, "odd_1, odd_2, odd_3, odd_4, odd_5, odd_6 and 1 more", "them"),
+    ],
+)
+def test_how_keys_that_are_ignored_are_named(count, field, words):
+    odd = {f"odd_{n}": n for n in range(1, count + 1)}
+    assert doubts_of(**odd) == [Doubt(field, f"ignored, as transformers' llama does not read {words}")]
+
+
+def test_doubts_say_what_counts():
+    """All of a file, in the order of its keys; those that are ignored come last, in one."""
+    assert doubts_of(odd=1, norm_eps=0.5, even="x", dims_per_head=8, **{"k" * 101: 2}) == [
+        Doubt("norm_eps", "is 0.5, but transformers reads rms_norm_eps alone, and that means 1e-05"),
+        Doubt("dims_per_head", "is 8, but transformers reads head_dim alone, and that means 4"),
+        Doubt(f"odd, even, {'k' * 100}", "ignored, as transformers' llama does not read them"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "ids", "beyond"),
+    [
+        ({"eos_token_id": TINY["vocab_size"] - 1}, (TINY["vocab_size"] - 1,), None),
+        ({"eos_token_id": 0}, (0,), None),
+        ({"eos_token_id": [0, TINY["vocab_size"]]}, (0,), [TINY["vocab_size"]]),
+        ({"eos_token_id": [-1]}, (), [-1]),
+        ({"eos_token_id": TINY["vocab_size"]}, (), [TINY["vocab_size"]]),
+    ],
+)
+def test_token_ids_at_the_end_of_a_vocabulary(keys, ids, beyond):
+    doubts = []
+    assert parse_hf_config({**TINY, **keys}, PATH, doubts=doubts).eos_token_ids == ids
+    words = f"{beyond} ignored: not in the vocabulary of {TINY['vocab_size']} tokens"
+    assert doubts == ([] if beyond is None else [Doubt("eos_token_id", words)])
+
+
+def test_a_key_of_another_function_says_which():
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_config({**TINY, "rotary_pct": 0.25}, PATH)
+    meaning = "0.25 means that RoPE turns a part of each head, and no llama model does that"
+    assert caught.value.message == f"{meaning}; expected 1, or no such key"
 
 
 def test_text_of_the_file_does_not_act_on_a_terminal():

@@ -25,7 +25,19 @@ import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import LoadOptions
-from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, gguf_tokenizer, prove, remark_on
+from bitnet_ref.formats.convert import (
+    TARGETS,
+    Target,
+    _check_destination,
+    convert,
+    engine_of,
+    fits,
+    gguf_tokenizer,
+    prove,
+    remark_on,
+)
+from bitnet_ref.formats.convert import proof as proof_module
+from bitnet_ref.formats.convert.proof import Proof, Tally
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
@@ -298,6 +310,106 @@ def test_a_conversion_that_went_wrong_is_refused_and_leaves_nothing(spoil, says,
     assert os.listdir(tmp_path) == []
 
 
+def test_what_a_tally_counts():
+    tally = Tally()
+    for name, difference in (("a", 0.0), ("b", 0.25), ("c", 0.5), ("d", 0.125), ("e", 0.0)):
+        tally.add(name, difference)
+    assert tally == Tally(equal=2, total=5, largest=0.5, first="b")
+
+
+ROUNDED = {"scales": Tally(40, 42, 1.5e-4, "q"), "tensors": Tally(10, 13, 4.9e-4, "norm")}
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict"),
+    [
+        ({}, "identical: 42 ternary planes, every scale and every tensor"),
+        (
+            {"tokens": 8, "logits_equal": True},
+            "identical: 42 ternary planes, every scale and every tensor, and all logits",
+        ),
+        (
+            {"tokens": 8, "logits_difference": 1.2e-6},
+            "identical: 42 ternary planes, every scale and every tensor; logits within 1.2e-06: "
+            "float matrices have another dtype",
+        ),
+        (
+            {"scales": ROUNDED["scales"]},
+            "all 42 ternary planes identical; the format rounds 2 of the scales (by at most 1.5e-04 of their size)",
+        ),
+        (
+            {**ROUNDED, "config": {"norm_eps": (1, 2)}, "tokens": 8, "logits_difference": 0.0015, "kl": 1e-9},
+            "all 42 ternary planes identical; the format rounds 2 of the scales (by at most 1.5e-04 of their size) and "
+            "3 of the other tensors (by at most 4.9e-04 of their size) and config.norm_eps; logits within 1.5e-03, "
+            "KL 1e-09, the same most likely token",
+        ),
+        (
+            {"config": {"norm_eps": (1, 2)}, "tokens": 8, "kl": 0.9e-9, "logits_difference": 0.5},
+            "all 42 ternary planes identical; the format rounds config.norm_eps; logits within 5.0e-01",
+        ),
+        (
+            {"config": {"norm_eps": (1, 2)}, "tokens": 8, "kl": 0.5, "same_choice": False, "logits_difference": 0.5},
+            "all 42 ternary planes identical; the format rounds config.norm_eps; logits within 5.0e-01, KL 5e-01, "
+            "not always the same most likely token",
+        ),
+        ({"problems": ["a differs", "b differs"]}, "a differs; b differs"),
+    ],
+)
+def test_what_a_proof_says(facts, verdict):
+    proof = Proof(**{"planes": Tally(42, 42), "scales": Tally(42, 42), "tensors": Tally(13, 13), **facts})
+    assert proof.verdict == verdict
+    assert proof.holds == ("problems" not in facts)
+    assert proof.exact == verdict.startswith("identical")
+    assert {key: proof.to_dict()[key] for key in ("holds", "exact", "verdict")} == {
+        "holds": proof.holds,
+        "exact": proof.exact,
+        "verdict": verdict,
+    }
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "difference"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.0, -4.0], [1.0, 2.5, -4.5], 0.25),
+        ([0.0, 2.0], [2.0**-25, 2.0], 2.0**-11),  # what float16 rounds to zero
+        ([0.0, 2.0], [2.0**-24, 2.0], 2.0),  # what it does not
+        ([2.0**-26], [-(2.0**-26)], 2.0**-11),
+        ([1.0, 1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 3.0], 0.5),  # in the last block
+        ([1.0], [1.0, 2.0], np.inf),
+        ([1.0], None, np.inf),
+        (None, [1.0], np.inf),
+        (np.array([1, 2], np.uint8), np.array([1, 2], np.uint8), 0.0),
+        (np.array([1, 2], np.uint8), np.array([1, 3], np.uint8), 1.0),
+        (np.array([1, 2], np.int64), np.array([2, 1], np.int64), 1.0),
+    ],
+)
+def test_the_difference_of_two_tensors(a, b, difference, monkeypatch):
+    """Relative to the source's own value."""
+    monkeypatch.setattr(proof_module, "_BLOCK_VALUES", 2)
+    a, b = (np.array(each, np.float32) if isinstance(each, list) else each for each in (a, b))
+    assert proof_module._difference(a, b) == difference
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_near"),
+    [
+        (0.1, float(np.float32(0.1)), True),
+        (0.1, 0.1000001, False),
+        (1, 1.0, True),
+        ((0.1, "a"), (float(np.float32(0.1)), "a"), True),
+        ((0.1,), (0.1, 0.1), False),
+        ({"x": 0.1}, {"x": float(np.float32(0.1))}, True),
+        ({"x": 0.1}, {"y": 0.1}, False),
+        ({"x": (0.1, 2)}, {"x": (0.1, 3)}, False),
+        ("a", "b", False),
+        (None, None, True),
+    ],
+)
+def test_what_is_near_in_a_configuration(a, b, is_near):
+    assert proof_module._nearly(a, b) is is_near
+
+
 def test_what_a_proof_computes(tmp_path):
     """The logits only of what is equal, and only if asked."""
     for name in ("good", "bad"):
@@ -396,6 +508,76 @@ def test_who_runs_what_was_written(tmp_path):
     assert remark(BITNET, "gguf-iq2_bn") is None
     assert "norms inside (attn_q_norm_in)" in remark(DATA / "families" / "embedding-gemma3", "gguf-f16")
     assert remark(GOLDEN / "llama-dense", "gguf-f16") is None
+
+
+def test_who_runs_every_format():
+    """What does not depend on the model, and the rest by its architecture: a BitNet's own, or llama.cpp's."""
+    own = {
+        "bitnet.cpp": {"gguf-i2_s", "gguf-tl1", "gguf-tl2"},
+        "PrismML's llama.cpp": {"gguf-pq2_0", "gguf-ptq1_0"},
+        "mlx-lm": {target for target in TARGETS if target.startswith("mlx-")},
+        "bitnet_ref": {"native", "native-base3"},
+        "ik_llama.cpp": {"gguf-iq2_bn"},
+        "AngelSlim's llama.cpp": {"gguf-stq1_0"},
+        "onnxruntime": {"onnx"},
+        "transformers": {target for target in TARGETS if target.startswith("hf-")},
+    }
+    others = {*TARGETS} - {target for targets in own.values() for target in targets}
+    assert others
+    assert all(target.startswith("gguf-") for target in others)
+    bitnet, llama = (bitnet_ref.read_config(path) for path in (BITNET, GOLDEN / "llama-dense"))
+    for config, engine in ((bitnet, "bitnet.cpp"), (llama, "llama.cpp")):
+        assert {target: engine_of(config, target) for target in TARGETS} == {
+            **{target: name for name, targets in own.items() for target in targets},
+            **dict.fromkeys(others, engine),
+        }
+    normed = replace(bitnet, quantization=replace(bitnet.quantization, use_rms_norm=True))
+    for target in TARGETS:
+        assert engine_of(normed, target) == ("" if target.startswith("gguf-") else engine_of(bitnet, target))
+
+
+def test_what_bf16_holds_of_a_ternary_model(tmp_path):
+    """A remark about what has no masters, and none about what has, or is dense."""
+    words = "hf-bf16 holds -1, 0, +1 beside weight_scale, and no masters: what quantises when it loads would take "
+    words += "mean|W| of these for the scale; hf-online is for that, and for training on"
+    for name, source, target, remark in (
+        ("a", BITNET, "hf-bf16", words),
+        ("b", BITNET, "hf-online", None),
+        ("c", BITNET, "hf-packed", None),
+        ("d", GOLDEN / "llama-dense", "hf-bf16", None),
+    ):
+        convert(source, tmp_path / name, target, verify=False)
+        assert remark_on(tmp_path / name, target) == remark
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "overwrite", "message"),
+    [
+        ("x.bin", "native", False, "native is a file whose name ends in .bitnet.safetensors, got '{}'"),
+        ("x.bin", "gguf-f16", False, "gguf-f16 is a file whose name ends in .gguf, got '{}'"),
+        ("none/x.gguf", "gguf-f16", False, "there is no folder '{}' to write into"),
+        ("none/x", "hf-packed", False, "there is no folder '{}' to write into"),
+        ("folder.gguf", "gguf-f16", True, "'{}' is a folder that is there already; remove it, or give another name"),
+        ("folder.gguf", "hf-packed", True, "'{}' is a folder that is there already; remove it, or give another name"),
+        ("file.gguf", "gguf-f16", False, "'{}' is there already; overwrite=True replaces it"),
+        ("file.gguf", "hf-packed", False, "'{}' is there already; overwrite=True replaces it"),
+        ("file.gguf", "hf-packed", True, "hf-packed is a folder, and '{}' is a file"),
+        ("new.gguf", "gguf-f16", False, None),
+        ("file.gguf", "gguf-f16", True, None),
+        ("new", "hf-packed", False, None),
+    ],
+)
+def test_where_a_result_may_be(name, target, overwrite, message, tmp_path):
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "file.gguf").touch()
+    path = tmp_path / name
+    if message is None:
+        _check_destination(TARGETS[target], path, overwrite)
+        return
+    with pytest.raises(ConfigError) as caught:
+        _check_destination(TARGETS[target], path, overwrite)
+    assert caught.value.message == message.format(path.parent if "no folder" in message else path)
+    assert list(caught.value.mentions) == ["overwrite=True"]
 
 
 def test_the_table_of_formats():

@@ -1,5 +1,7 @@
 """Models in GGUF files: the golden files of bitnet.cpp's and llama.cpp's quantisers, both ways to the byte."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from helpers import BITNET, DATA, GOLDEN, TINY, cut_to, golden, model, rng, tiny_tensors, write_checkpoint
@@ -8,15 +10,25 @@ from safetensors.numpy import load_file
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
 from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.families.rope import StretchedRope
 from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.gguf import evidence
+from bitnet_ref.formats.gguf.blocks import MXFP4, TYPES
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
-from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
+from bitnet_ref.formats.gguf.evidence import (
+    block_linears,
+    check_dialect,
+    find_i2_s_layout,
+    permute_rows,
+    unpermute_rows,
+)
 from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, write_gguf_model
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.quantization import quantize_weights, unpack_ternary
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 from bitnet_ref.system.options import declared_options
@@ -220,8 +232,123 @@ def test_shortest():
 # -- what the file does not say ----------------------------------------------------------------------------------------
 
 
-def test_the_option_is_called_as_the_format_is():
-    assert declared_options(LoadOptions)["i2_s_layout"].flag == "--i2s-layout"
+def test_how_the_options_are_called_in_the_shell():
+    """flag, metavar, whether it takes no value, and its default; and what the shell does not have."""
+    options = declared_options(LoadOptions)
+    assert {name: (o.flag, o.metavar, o.is_flag, o.default) for name, o in options.items() if o.in_shell} == {
+        "allow_unquantized": (None, None, False, False),
+        "prepared": (None, None, True, False),
+        "i2_s_layout": ("--i2s-layout", None, False, None),
+        "tl_tiles": (None, None, False, None),
+        "adapter": (None, "FOLDER", False, None),
+        "activations": (None, None, False, "auto"),
+        "rotation": (None, None, False, "stored"),
+        "dense": (None, None, False, "stored"),
+    }
+    assert {name: o.default for name, o in options.items() if not o.in_shell} == {
+        "verify": False,
+        "share": False,
+        "progress": None,
+    }
+
+
+def file_of(metadata=(), **types):
+    """A file of tensors of these types, by the words of their names, as far as its evidence looks at it."""
+    ids = {kind.name: kind for kind in TYPES.values()}
+    tensors = {name: SimpleNamespace(name=name, type=ids[kind]) for name, kind in types.items()}
+    return SimpleNamespace(metadata=dict(metadata), tensors=tensors)
+
+
+BITNET_CPP = "GGUF dialect: bitnet.cpp (tensor type {} there, and unused in llama.cpp)"
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [
+        ({}, []),
+        ({"a": "F32", "b": "TQ2_0", "c": "TQ1_0", "d": "NVFP4"}, []),
+        ({"a": "I2_S", "b": "TL2/MXFP4"}, [BITNET_CPP.format("36 is I2_S")]),
+        ({"a": "I8_S"}, [BITNET_CPP.format("37 is I8_S")]),
+        ({"a": "I8_S", "b": "TL1"}, [BITNET_CPP.format("38 is TL1")]),
+        (
+            {"a": "F32", "b": "TL2/MXFP4"},
+            ["GGUF dialect: bitnet.cpp (tensor type 39 with a tensor b_scale is TL2, not MXFP4)"],
+        ),
+    ],
+)
+def test_the_dialect_of_type_ids(types, words):
+    said = []
+    check_dialect(file_of(**types), said)
+    assert said == words
+
+
+def test_type_39_without_a_scale_is_llama_cpps():
+    file, said = file_of(a="TL2/MXFP4"), []
+    file.tensors["a"].type = MXFP4
+    check_dialect(file, said)
+    words = "tensor type 39 without a tensor of its scale is MXFP4, not TL2"
+    assert said == [f"GGUF dialect: llama.cpp ({words})"]
+
+
+ASSUMED = "activations: int8, as each matrix has a single scale; if the model was trained with floats, as TriLM and "
+ASSUMED += 'BitCPM were, load it with activations="float"'
+
+
+@pytest.mark.parametrize(
+    ("metadata", "in_doubt", "activations", "floats", "words"),
+    [
+        ({}, True, "auto", False, [ASSUMED]),
+        ({}, False, "auto", False, []),
+        ({"general.name": "My TriLM 99M"}, True, "auto", True, ["activations stay floats: the file's name says trilm"]),
+        ({"general.name": "My TriLM 99M"}, False, "auto", False, []),
+        ({"general.basename": "BitCPM4"}, True, "auto", True, ["activations stay floats: the file's name says bitcpm"]),
+        (
+            {"general.source.url": "https://hub/Spectra/x"},
+            True,
+            "auto",
+            True,
+            ["activations stay floats: the file's name says spectra"],
+        ),
+        ({"general.name": 7, "general.author": "trilm"}, True, "auto", False, [ASSUMED]),
+        ({"general.name": "TriLM"}, True, "int8", False, ["activations: int8, as it was asked for"]),
+        ({}, False, "float", True, ["activations: float, as it was asked for"]),
+    ],
+)
+def test_how_inputs_are_taken(metadata, in_doubt, activations, floats, words):
+    said = []
+    assert evidence._choose_float_inputs(file_of(metadata), in_doubt, activations, said) is floats
+    assert said == words
+
+
+@pytest.mark.parametrize(
+    ("layers", "looked_at"),
+    [
+        (1, [0]),
+        (2, [0, 1]),
+        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (9, [0, 1, 2, 3, 5, 6, 7, 8]),
+        (30, [0, 4, 8, 12, 17, 21, 25, 29]),
+    ],
+)
+def test_the_layers_that_show_a_layout(layers, looked_at, monkeypatch):
+    """Eight of them, from the first to the last, until it is clear."""
+    seen, said = [], []
+    monkeypatch.setattr(evidence, "_compare_layouts", lambda file, config, index, norm, comparison: seen.append(index))
+    file, config = file_of(**{"blk.0.attn_q.weight": "I2_S"}), SimpleNamespace(num_hidden_layers=layers)
+    file.tensors["blk.0.attn_q.weight"].shape = (4, 128)
+    assert find_i2_s_layout(file, config, None, lambda name: None, said) == "x86"
+    assert seen == looked_at
+    assert said == ["I2_S layout: x86 assumed, as there was nothing to compare"]
+
+    def decide(file, config, index, norm, comparison):
+        seen.append(index)
+        comparison.comparisons, comparison.sums["arm"] = 1, 50.0 * len(seen)
+
+    seen.clear()
+    monkeypatch.setattr(evidence, "_compare_layouts", decide)
+    assert find_i2_s_layout(file, config, None, lambda name: None, said) == "arm"
+    assert seen == [0]
+    assert find_i2_s_layout(file_of(), config, "arm", lambda name: None, said) == "x86"  # nothing is in a layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -492,6 +619,105 @@ def test_bad_metadata(case, tmp_path):
     assert message in caught.value.message, caught.value
     assert caught.value.path == str(path)
     assert field is None or caught.value.field == field
+
+
+def keys_with(tmp_path, source=GGUF / "tq2_0.gguf", arch=ARCH, drop=(), tensors=None, **values):
+    """The configuration of a file with these keys of its architecture; `kind__key` with __ for a dot."""
+    typed = {f"{arch}.{key.replace('__', '.')}": Typed(*value) for key, value in values.items()}
+    return bitnet_ref.read_config(changed(tmp_path / "x.gguf", source, typed, drop, tensors))
+
+
+@pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (2, None), (4, None)])
+def test_poolings(number, pooling, tmp_path):
+    if pooling is not None:
+        assert keys_with(tmp_path, pooling_type=("uint32", number)).pooling == pooling
+        return
+    with pytest.raises(ConfigError, match=rf"pooling_type: expected 1 \(mean\) or 3 \(last token\), got {number}"):
+        keys_with(tmp_path, pooling_type=("uint32", number))
+
+
+def test_yarn_at_its_limits(tmp_path):
+    """llama.cpp multiplies the file's factor with its own, 0.1 ln(factor) + 1."""
+    kind = {"rope__scaling__type": ("string", "yarn")}
+
+    def rope(factor, **more):
+        typed = {f"rope__scaling__{key}": ("float32", value) for key, value in more.items()}
+        return keys_with(tmp_path, **kind, rope__scaling__factor=("float32", factor), **typed).rope
+
+    for factor in (1e-3, 999999936.0):  # the last float32 below 1e9
+        assert rope(factor).factor == pytest.approx(factor)
+    plain = rope(4.0)
+    assert plain.original_max_position_embeddings == bitnet_ref.read_config(GGUF / "tq2_0.gguf").context_length
+    assert (plain.beta_fast, plain.beta_slow) == (32.0, 1.0)
+    assert plain.attention_factor == 0.1 * np.log(4.0) + 1
+    assert rope(4.0, yarn_attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert rope(4.0, attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert rope(4.0, attn_factor=0.5, yarn_attn_factor=2.0).attention_factor == pytest.approx(
+        plain.attention_factor * 2
+    )
+    own = rope(4.0, yarn_beta_fast=20.0, yarn_beta_slow=2.0)
+    assert (own.beta_fast, own.beta_slow) == (20.0, 2.0)
+
+
+def test_linear_scaling_by_either_key(tmp_path):
+    for keys in (
+        {"rope__scale_linear": ("float32", 2.0)},
+        {"rope__scaling__type": ("string", "linear"), "rope__scaling__factor": ("float32", 2.0)},
+        {"rope__scaling__factor": ("float32", 2.0), "rope__scale_linear": ("float32", 3.0)},
+    ):
+        rope = keys_with(tmp_path, **keys).rope
+        assert (rope.rope_type, rope.factor) == ("linear", 2.0)
+    for keys in (
+        {"rope__scale_linear": ("float32", 0.0)},
+        {"rope__scaling__type": ("string", "none"), "rope__scaling__factor": ("float32", 2.0)},
+    ):
+        assert keys_with(tmp_path, **keys).rope.rope_type == "default"
+    with pytest.raises(ConfigError, match=r"rope.scaling.factor: expected a number; it is absent"):
+        keys_with(tmp_path, rope__scaling__type=("string", "linear"))
+    with pytest.raises(ConfigError, match=r"rope.scaling.type: expected a string, got 1"):
+        keys_with(tmp_path, rope__scaling__type=("uint32", 1))
+
+
+def test_llama_3s_divisors_of_every_length(tmp_path):
+    """The trained context is a power of two up to 2^20. Divisors of 1 are no scaling."""
+    source = export(write_family(tmp_path / "hf", FAMILIES["llama"]), tmp_path / "plain.gguf", "f32")
+    half = bitnet_ref.read_config(source).head_dim // 2
+
+    def rope(divisors):
+        tensors = {"rope_freqs.weight": f32(*divisors)}
+        return keys_with(tmp_path, source, "llama", tensors=tensors, rope__freq_base=("float32", 1e7)).rope
+
+    assert rope([1.0] * half) == RopeConfig(1e7)
+    for exponent in (10, 13, 20):
+        given = StretchedRope(1e7, "llama3", 8.0, 2**exponent, low_freq_factor=1.0, high_freq_factor=4.0)
+        assert rope(llama3_divisors(given, 2 * half)) == given
+    beyond = StretchedRope(1e7, "llama3", 8.0, 2**21, low_freq_factor=1.0, high_freq_factor=4.0)
+    wrong = [llama3_divisors(beyond, 2 * half), [np.inf] * half, [0.5] * half, [2e9] * half]
+    wrong += [llama3_divisors(given, 2 * half) * 1.001]
+    for divisors in wrong:
+        with pytest.raises(FormatError, match="not those of Llama 3 scaling"):
+            rope(divisors)
+    with pytest.raises(FormatError, match=rf"expected F32 of shape \[{half}\]"):
+        rope([1.0] * (half + 1))
+
+
+def test_blocks_that_only_guess(tmp_path):
+    """Those after the model's own, which llama.cpp counts among its blocks, are left out."""
+    assert bitnet_ref.read_config(GGUF / "tq2_0.gguf").num_hidden_layers == 2
+    for drafts, layers in ((0, 2), (1, 1), (2, 2), (3, 2)):
+        assert keys_with(tmp_path, nextn_predict_layers=("uint32", drafts)).num_hidden_layers == layers
+
+
+def test_a_window_of_none_or_of_some_tokens(tmp_path):
+    source = export(write_family(tmp_path / "hf", FAMILIES["mistral"]), tmp_path / "m.gguf", "f32")
+    with GgufFile(source) as file:
+        arch = file.metadata["general.architecture"]
+    assert bitnet_ref.read_config(source).sliding_window == 3
+    for window, expected in ((1, 1), (0, None)):
+        config = keys_with(tmp_path, source, arch, attention__sliding_window=("uint32", window))
+        assert config.sliding_window == expected
+    with pytest.raises(ConfigError, match="sliding_window: expected a whole number above zero; got -1"):
+        keys_with(tmp_path, source, arch, attention__sliding_window=("int32", -1))
 
 
 def test_another_clamp_of_maple(tmp_path):

@@ -1,6 +1,7 @@
 """formats.hf_config: config.json in its spellings, transformers' defaults, and errors that name file and key."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from helpers import BITNET, TINY
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.checkpoint import scale_convention
-from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config, read_hf_config
+from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, Keys, parse_hf_config, read_hf_config
+from bitnet_ref.formats.hf.wrappers import hf_form
 from bitnet_ref.reference.config import QuantizationConfig, RopeConfig
 
 PATH = Path("somewhere/config.json")
@@ -190,6 +192,88 @@ def test_original_length_defaults_to_the_whole_context():
 def test_dynamic_rope_is_based_on_the_whole_context():
     rope = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
     assert parse(TINY, rope_parameters=rope).rope.original_max_position_embeddings == 64
+
+
+@pytest.mark.parametrize(
+    ("params", "factor"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 0.75, "mscale": 2, "mscale_all_dim": 3}, 0.75),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        ({"mscale": 2.0}, 0.1 * math.log(4) + 1),
+        ({"mscale": 0, "mscale_all_dim": 3}, 0.1 * math.log(4) + 1),
+        ({"mscale": 2.0, "mscale_all_dim": 0.0}, 0.1 * math.log(4) + 1),
+        ({"factor": 1.0}, 1.0),
+    ],
+)
+def test_what_yarn_scales_by(params, factor):
+    rope = parse(TINY, rope_parameters={"rope_type": "yarn", "factor": 4.0, **params}).rope
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+def test_all_that_yarn_may_say():
+    own = {"factor": 4.0, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False, "rope_theta": 5.0}
+    rope = parse(TINY, rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 16, **own}).rope
+    assert (rope.theta, rope.factor, rope.original_max_position_embeddings) == (5.0, 4.0, 16)
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (20.0, 2.0, False)
+    plain = parse(TINY, rope_parameters={"rope_type": "yarn", "factor": 4.0}).rope
+    assert (plain.beta_fast, plain.beta_slow, plain.truncate) == (32.0, 1.0, True)
+
+
+def test_what_longrope_scales_by():
+    """sqrt(1 + ln(factor) / ln(original)), unless the file says it; the factor is that of the lengths."""
+    factors = {"long_factor": [1.0, 2.0], "short_factor": [1.0, 1.5], "original_max_position_embeddings": 16}
+    rope = parse(TINY, rope_parameters={"rope_type": "longrope", **factors}).rope
+    assert (rope.factor, rope.long_factors, rope.short_factors) == (4.0, (1.0, 2.0), (1.0, 1.5))
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)), rel=1e-12)
+    given = parse(TINY, rope_parameters={"rope_type": "longrope", **factors, "attention_factor": 1.25, "factor": 2.0})
+    assert (given.rope.factor, given.rope.attention_factor) == (2.0, 1.25)
+    for wrong in ([], "x", 1, None):
+        check_error(
+            {**TINY, "rope_parameters": {"rope_type": "longrope", **factors, "short_factor": wrong}},
+            "rope_parameters.short_factor",
+        )
+
+
+def keys_of(**raw):
+    return Keys({**TINY, **raw}, hf_form("llama"), False, [])
+
+
+def test_numbers_from_the_least_to_the_most():
+    for value in (1, 1e-300, 9.9e29, 0.5):
+        assert keys_of(x=value).number("x") == value
+        assert type(keys_of(x=value).number("x")) is float
+    for value in (0, 0.0, -1.0, 1e30, float("nan"), float("inf"), True, "1", None, [1]):
+        with pytest.raises(ConfigError, match=r"^x: expected a number above 0, got "):
+            keys_of(x=value).number("x")
+    assert keys_of().number("x", 2) == 2.0
+    assert keys_of(x=None).number("x", 2) == 2.0
+    for value in (0, 1.0, True, "1", None, -1):
+        with pytest.raises(ConfigError, match=r"^x: expected a whole number from 1 to 1048576, got "):
+            keys_of(x=value).count("x")
+    assert keys_of(x=1).count("x") == 1
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        (["full_attention"] * 2, {}),
+        (["full_attention"], {}),
+        (["sliding_attention"] * 2, {"sliding_window": 7, "layer_types": ()}),
+        (["sliding_attention"], {"sliding_window": 7, "layer_types": ("sliding_attention",)}),
+        (
+            ["full_attention", "sliding_attention"],
+            {"sliding_window": 7, "layer_types": ("full_attention", "sliding_attention")},
+        ),
+    ],
+)
+def test_the_kinds_of_layers(types, expected):
+    assert TINY["num_hidden_layers"] == 2
+    assert keys_of(layer_types=types).layer_types(7, []) == expected
+    assert keys_of().layer_types(7, types) == expected
+    for wrong in ("full_attention", [1], {}):
+        with pytest.raises(ConfigError, match=r"^layer_types: expected a list of names, got "):
+            keys_of(layer_types=wrong or {"a": 1}).layer_types(7, [])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

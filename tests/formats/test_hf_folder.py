@@ -1,8 +1,10 @@
 """formats.hf_folder: a folder's tensors become the weights they are, or one error says which is wrong and where."""
 
+import hashlib
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -23,12 +25,16 @@ from helpers import (
 )
 
 import bitnet_ref
-from bitnet_ref.errors import FormatError
-from bitnet_ref.formats.checkpoint import read_weights
+from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.formats import hashes
+from bitnet_ref.formats.checkpoint import LoadOptions, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import read_hf_config
-from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint
+from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint, read_folder_config
+from bitnet_ref.formats.hf.wrappers import hf_form
+from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.inspection import inspect_model
+from bitnet_ref.reference.config import QuantizationConfig
 from bitnet_ref.reference.quantization import quantize_weights
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
@@ -457,3 +463,203 @@ def test_signalling_nans_of_bfloat16(tmp_path, bits):
         check_error(folder, "holds nan at index", field=name)
         assert next(finding.field for finding in inspect_model(folder).errors) == name
         tensors = tiny_tensors(BITNET)
+
+
+# -- files beside the model --------------------------------------------------------------------------------------------
+
+
+def beside(folder, modules=None, pooling=None):
+    """What the files of sentence-transformers say: the fields of the configuration that they change."""
+    plain = read_folder_config(write_checkpoint(folder, TINY) / "config.json")
+    if modules is not None:
+        (folder / "modules.json").write_text(modules if isinstance(modules, str) else json.dumps(modules))
+    if pooling is not None:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    found = asdict(read_folder_config(folder / "config.json"))
+    return {name: value for name, value in found.items() if value != asdict(plain)[name]}
+
+
+def kinds(*names):
+    return [{"type": f"sentence_transformers.models.{name}"} for name in names]
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "fields"),
+    [
+        (None, None, {}),
+        (kinds("Transformer", "Pooling", "Normalize"), None, {}),
+        (kinds("Transformer", "Pooling"), None, {"unit_embeddings": False}),
+        ([], None, {"unit_embeddings": False}),
+        ([{"type": "Normalize"}], None, {}),
+        (
+            None,
+            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "dimension": 3},
+            {"pooling": "mean"},
+        ),
+        (None, {"pooling_mode_lasttoken": True, "include_prompt": True}, {}),
+        (
+            kinds("Transformer", "Pooling"),
+            {"pooling_mode_mean_tokens": True},
+            {"unit_embeddings": False, "pooling": "mean"},
+        ),
+    ],
+)
+def test_what_sentence_transformers_say(modules, pooling, fields, tmp_path):
+    assert beside(tmp_path, modules, pooling) == fields
+
+
+POOLING = "expected one of pooling_mode_lasttoken, pooling_mode_mean_tokens to be true, got "
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "message"),
+    [
+        (kinds("Transformer", "Dense", "Other"), None, "Dense is not done; there are: Transformer, Pooling, Normalize"),
+        ("{", None, "expected a list of modules, each with a type"),
+        ({"a": 1}, None, "expected a list of modules, each with a type"),
+        ([{}], None, "expected a list of modules, each with a type"),
+        (5, None, "expected a list of modules, each with a type"),
+        (None, {}, f"{POOLING}[]"),
+        (None, {"pooling_mode_cls_token": True}, f"{POOLING}['pooling_mode_cls_token']"),
+        (
+            None,
+            {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True},
+            f"{POOLING}['pooling_mode_lasttoken', 'pooling_mode_mean_tokens']",
+        ),
+    ],
+)
+def test_what_sentence_transformers_must_not_say(modules, pooling, message, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        beside(tmp_path, modules, pooling)
+    assert caught.value.message == message
+    place = tmp_path / "1_Pooling" / "config.json" if modules is None else tmp_path / "modules.json"
+    assert caught.value.path == str(place)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"bos_token_id": 1, "eos_token_id": [2, 3]}, None, {"bos_token_id": 1, "eos_token_id": [2, 3]}),
+        (
+            {"bos_token_id": 1, "eos_token_id": 2},
+            {"eos_token_id": 5, "top_k": 3},
+            {"eos_token_id": 5, "top_k": 3, "bos_token_id": 1},
+        ),
+        ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": None}, {"eos_token_id": [2], "bos_token_id": 1}),
+        ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": 3, "bos_token_id": 0}, "as it is"),
+        ({"bos_token_id": None, "eos_token_id": None}, None, None),
+    ],
+)
+def test_ids_that_the_configuration_alone_has_go_along_with_the_tokenizer(config, generation, expected, tmp_path):
+    folder = write_checkpoint(tmp_path, TINY | config)
+    (folder / "tokenizer.model").write_bytes(b"x")
+    text = None if generation is None else json.dumps(generation)
+    if text is not None:
+        (folder / "generation_config.json").write_text(text)
+    with HfCheckpoint(folder) as checkpoint:
+        files = checkpoint.tokenizer_files()
+        assert files["tokenizer.model"] == b"x"
+        if expected == "as it is":
+            assert files["generation_config.json"] == text.encode()
+        elif expected is None:
+            assert "generation_config.json" not in files
+        else:
+            assert json.loads(files["generation_config.json"]) == expected
+        (folder / "tokenizer.model").unlink()
+        assert checkpoint.tokenizer_files() == {}
+
+
+def test_layers_are_read_ahead_in_the_order_of_their_numbers(tmp_path, monkeypatch):
+    config = {**TINY, "num_hidden_layers": 11}
+    folder = write_checkpoint(tmp_path, config, tiny_tensors(config))
+    spans = []
+    monkeypatch.setattr(SafetensorsFile, "read_ahead", lambda self, given: spans.extend(given))
+    with HfCheckpoint(folder) as checkpoint:
+        checkpoint.read_ahead()
+        file = checkpoint.tensors
+        places = {(file.info(name).offset, file.info(name).nbytes): name for name in file.names}
+    layers = [int(places[span].split(".")[2]) for span in spans if ".layers." in places[span]]
+    assert len(spans) == len(places)
+    assert layers == sorted(layers)
+    assert set(layers) == set(range(11))
+
+
+def test_what_is_left_out_of_a_vision_model_is_said(tmp_path):
+    folder = write_checkpoint(tmp_path, TINY)
+    with HfCheckpoint(folder) as checkpoint:
+        assert checkpoint.evidence == []
+    text = {"model_type": "gemma3", "text_config": {k: v for k, v in TINY.items() if k != "model_type"}}
+    left_out = hf_form("gemma3_text").left_out
+    assert left_out
+    tensors = {f"{part}.{n}": np.ones(1, np.float32) for part in left_out[:2] for n in (1, 2)}
+    tensors["model.embed_tokens.weight"] = np.ones((40, 16), np.float32)
+    folder = write_checkpoint(tmp_path / "vision", text, tensors)
+    with HfCheckpoint(folder) as checkpoint:
+        parts = ", ".join(f"{part}*" for part in sorted(left_out[:2]))
+        assert checkpoint.evidence == [
+            f"left out, as text needs none of them: {2 * len(left_out[:2])} tensors ({parts})"
+        ]
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_beside_the_weights_is_not_overlooked(name, tmp_path):
+    folder = write_checkpoint(tmp_path, TINY)
+    (folder / name).write_text("{}")
+    with pytest.raises(FormatError, match="is a LoRA adapter, which load applies and this does not") as caught:
+        HfCheckpoint(folder)
+    assert caught.value.path == str(folder / name)
+    HfCheckpoint(folder, LoadOptions(adapter="none")).close()
+    HfCheckpoint(folder, config=read_folder_config(folder / "config.json")).close()
+
+
+def test_as_many_layers_as_tensors(tmp_path):
+    tensors = tiny_tensors(TINY)
+    count = len(tensors)
+    for layers, message in ((count, None), (count + 1, f"says {count + 1} layers, and there are {count} tensors")):
+        folder = write_checkpoint(tmp_path / str(layers), {**TINY, "num_hidden_layers": layers}, tensors)
+        if message is None:
+            HfCheckpoint(folder).close()
+        else:
+            check_error(folder, message, "num_hidden_layers")
+
+
+@pytest.mark.parametrize(
+    ("linear_class", "mode", "convention"),
+    [
+        ("bitlinear", "offline", "divide"),
+        ("bitlinear", "online", "divide"),
+        ("autobitlinear", "offline", "multiply"),
+        ("autobitlinear", "online", "absmean"),
+    ],
+)
+def test_what_a_scale_means(linear_class, mode, convention):
+    assert scale_convention(QuantizationConfig(linear_class, mode)) == convention
+    assert scale_convention(None) is None
+
+
+def test_the_smallest_and_largest_scale(tmp_path):
+    """A reciprocal in float32 must be there."""
+    with HfCheckpoint(write_checkpoint(tmp_path, TINY)) as checkpoint:
+        for scale in (2.0**-127, 1e-38, 1.0, 3.4e38):
+            assert checkpoint.checked_scale("x", np.float32(scale)) == np.float32(scale)
+        for scale in (2.0**-129, 0.0, -1.0, np.nan):
+            with pytest.raises(FormatError, match="expected a scale above zero, got "):
+                checkpoint.checked_scale("x", np.float32(scale))
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (2, " (and 1 more)"), (5, " (and 4 more)")])
+def test_tensors_that_have_no_place_are_counted(count, more, tmp_path):
+    tensors = with_config({f"odd{n}": np.ones(1, np.float32) for n in range(count)}, TINY)
+    message = "this tensor is no part of a llama model as config.json describes it"
+    error = check_error(write_checkpoint(tmp_path, TINY, tensors), "no part of")
+    assert error.message == message + more
+    assert error.field.startswith("odd")
+
+
+def test_the_hash_of_a_file_counts_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(hashes, "BLOCK_BYTES", 4)
+    (tmp_path / "x").write_bytes(b"0123456789")
+    seen = []
+    assert hashes.file_hash(tmp_path / "x", seen.append) == hashlib.sha256(b"0123456789").hexdigest()
+    assert seen == [4, 4, 2]

@@ -8,17 +8,23 @@ import numpy as np
 import pytest
 from helpers import BITNET, DATA, GOLDEN, GOLDEN_CASES, TINY, tiny_tensors, write_checkpoint
 
+import bitnet_ref
 from bitnet_ref.errors import ConfigError
-from bitnet_ref.formats.checkpoint import parts
+from bitnet_ref.formats import planned_tensors
+from bitnet_ref.formats.checkpoint import is_ternary, parts
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf import writer
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.hf.writer import hf_config_json, write_hf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.formats.planned_tensors import PlannedTensor, cut_by_size
+from bitnet_ref.formats.safetensors import DTYPES as SAFETENSORS_DTYPES
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 FAMILIES = DATA / "families"
+IN_A_BLOCK = [f"attn.{each}_proj" for each in "qkvo"] + [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
+LINEARS = ["lm_head", *(f"{layer}.{name}" for layer in (0, 1) for name in IN_A_BLOCK)]
 
 REFUSALS = {  # (kind, case) -> the reason
     ("hf-packed", "onebitllm-silu"): "54 outputs",
@@ -189,3 +195,101 @@ def test_mlx_is_told_every_how_many_layers_attend_to_all(interval):
     if interval > 2:
         with pytest.raises(ConfigError, match="every n-th layer"):
             writer._wrapper_json({**text, "layer_types": other})
+
+
+# -- the plan of a writer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "parts"),
+    [
+        ({}, 4, [[]]),
+        ({"a": 2, "b": 2}, 4, [["a", "b"]]),  # exactly full
+        ({"a": 2, "b": 3}, 4, [["a"], ["b"]]),
+        ({"a": 9, "b": 1, "c": 3, "d": 1}, 4, [["a"], ["b", "c"], ["d"]]),  # the first is too large by itself
+        ({"a": 1, "b": 9, "c": 1}, 4, [["a"], ["b"], ["c"]]),
+        ({"a": 0, "b": 4, "c": 0}, 4, [["a", "b", "c"]]),
+        ({"a": 9, "b": 9}, None, [["a", "b"]]),
+    ],
+)
+def test_parts_of_a_size(sizes, limit, parts):
+    assert cut_by_size(sizes, limit) == parts
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "is_exact"),
+    [
+        ([1.0, 0.5, -3.0], "BF16", True),
+        ([1.0, 0.5, 1.00390625], "BF16", False),  # nine bits, in the second block
+        ([1.0, 0.5, 1.00390625], "F16", True),
+        ([65504.0, 65536.0], "F16", False),
+        ([1e-8, 1.0], "F16", False),
+        ([1.1], "F32", True),
+        ([], "BF16", True),
+    ],
+)
+def test_whether_a_dtype_holds_numbers(values, dtype, is_exact, monkeypatch):
+    monkeypatch.setattr(planned_tensors, "_BLOCK_VALUES", 2)
+    assert planned_tensors._is_exact(np.array([values], np.float32), SAFETENSORS_DTYPES[dtype]) is is_exact
+
+
+def test_the_first_dtype_that_holds_all(monkeypatch):
+    """Only parts with floats in another dtype are read, and none once no candidate is left."""
+    values = {"a": [1.5], "b": [1.00390625], "c": [3.0], "d": [1.1]}
+    seen = []
+
+    def read(checkpoint, name):
+        seen.append(name)
+        return np.array(values[name], np.float32)
+
+    monkeypatch.setattr(planned_tensors, "read_part", read)
+
+    def choose(candidates, **dtypes):
+        seen.clear()
+        plan = {name: [PlannedTensor(name, dtype, (1,), lambda part: part)] for name, dtype in dtypes.items()}
+        return planned_tensors.exact_dtype(None, plan, candidates), "".join(seen)
+
+    assert choose(["BF16", "F16"], a="F32", c="F32") == ("BF16", "ac")
+    assert choose(["BF16", "F16"], a="F32", b="F32", c="F32") == ("F16", "abc")
+    assert choose(["F16", "BF16"], b="F16", a="BF16", c="U8") == ("F16", "ba")
+    assert choose(["BF16"], b="BF16", c="BF16") == ("BF16", "")  # as they are stored
+    assert choose(["BF16", "F16"], d="F32", a="F32") == ("F32", "d")
+    assert choose([], a="F32") == ("F32", "")
+
+
+def test_a_plan_in_one_dtype():
+    plan = {
+        "a": [PlannedTensor("a.w", "F32", (1,), lambda part: part), PlannedTensor("a.p", "U8", (1,), lambda part: part)]
+    }
+    (floats, codes) = planned_tensors.in_one_dtype(plan, "F16")["a"]
+    assert (floats.name, floats.dtype, codes) == ("a.w", "F16", plan["a"][1])
+    assert floats.make(np.array([1.5], np.float32)).dtype == np.float16
+    half = np.array([1.5], np.float16)
+    assert floats.make(half) is half  # no copy of what is right
+    assert planned_tensors.layout_of(plan) == {"a.w": ("F32", (1,)), "a.p": ("U8", (1,))}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [
+        ("lm_head", {"lm_head"}),
+        ("o_proj", {"0.attn.o_proj", "1.attn.o_proj"}),
+        ("model.layers.1", {name for name in LINEARS if name.startswith("1.")}),
+        ("model.layers.1.", {name for name in LINEARS if name.startswith("1.")}),
+        ("model.layers.1.mlp", {"1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj"}),
+        ("model.layers.1.mlp.up_proj", {"1.mlp.up_proj"}),
+        ("layers", set()),
+        ("model.layers.*.mlp", {name for name in LINEARS if ".mlp." in name}),
+        ("*.up_proj", {"0.mlp.up_proj", "1.mlp.up_proj"}),
+        ("*self_attn.[qk]_proj", {name for name in LINEARS if name.endswith(("q_proj", "k_proj"))}),
+        ("up_pro", set()),
+    ],
+)
+def test_modules_that_are_not_converted(pattern, dense):
+    """As in transformers: the start of a module's path, or its end; with * a glob."""
+    config = bitnet_ref.read_config(GOLDEN / "llama-packed-bitlinear")
+    assert not config.tie_word_embeddings
+    named = {name: name if name == "lm_head" else f"blocks.{name}" for name in LINEARS}
+    with_pattern = replace(config, quantization=replace(config.quantization, modules_to_not_convert=(pattern,)))
+    assert {name for name, full in named.items() if not is_ternary(with_pattern, full)} == dense
+    assert not any(is_ternary(replace(config, quantization=None), full) for full in named.values())

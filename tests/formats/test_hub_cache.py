@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_runs import invoke, invoke_json
+from gguf import GGUFWriter
 from helpers import DATA, GOLDEN
 
 import bitnet_ref
@@ -63,6 +64,18 @@ def test_names(cache):
         assert find_cached(name) is None
     with pytest.raises(RegistryError, match=r"org/part.*cannot be loaded"):
         find_cached("org/part")
+
+
+def test_the_only_snapshot_needs_no_name(cache):
+    """Of two snapshots without a main neither is meant."""
+    case = {"tiny.gguf": DATA / "gguf" / "tq2_0.gguf"}
+    assert find_cached("org/gguf").parent.name == COMMIT
+    add(cache, "org/gguf", OTHER, case, ["v1"])
+    assert find_cached("org/gguf") is None
+    assert find_cached("org/gguf@v1").parent.name == OTHER
+    assert find_cached("org/gguf@v1:tiny.gguf") == find_cached("org/gguf@v1")
+    (cache / "models--org--gguf" / "refs" / "main").write_text(OTHER)
+    assert find_cached("org/gguf").parent.name == OTHER
 
 
 def test_whole_snapshots(cache):
@@ -167,13 +180,58 @@ def test_licences(tmp_path, card, licence):
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert hub_cache() == tmp_path / "hub"
+    """Each variable hides the ones below it, and an empty one hides nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("DISK", "d")
+    places = {
+        "HF_HUB_CACHE": ("~/a", tmp_path / "user" / "a"),
+        "HUGGINGFACE_HUB_CACHE": ("b/$DISK", tmp_path / "b" / "d"),
+        "HF_HOME": (str(tmp_path / "c"), tmp_path / "c" / "hub"),
+        "XDG_CACHE_HOME": (str(tmp_path / "e"), tmp_path / "e" / "huggingface" / "hub"),
+    }
+    for variable, (value, _) in places.items():
+        monkeypatch.setenv(variable, value)
+    for variable, (_, folder) in places.items():
+        assert hub_cache() == folder
+        monkeypatch.setenv(variable, "")
+    assert hub_cache() == tmp_path / "user" / ".cache" / "huggingface" / "hub"
     assert list(cached_models()) == []
-    monkeypatch.delenv("HF_HOME")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert hub_cache() == tmp_path / "huggingface" / "hub"
+
+
+def test_the_largest_card_that_is_read(tmp_path):
+    card = b"---\nlicense: mit\n---\n"
+    (tmp_path / "README.md").write_bytes(card.ljust(1 << 20))
+    assert licence_of(tmp_path) == "mit"
+    (tmp_path / "README.md").write_bytes(card.ljust((1 << 20) + 1))
+    assert licence_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "licence"), [("apache-2.0", "apache-2.0"), ("x" * 99, "x" * 64), (None, "mit"), (7, "mit")]
+)
+def test_the_licence_of_a_file(tmp_path, given, licence):
+    """A GGUF's own, if it says one in words; else what the card beside the file says."""
+    writer = GGUFWriter(tmp_path / "x.gguf", "bitnet")
+    if given is not None:
+        add_value = writer.add_string if isinstance(given, str) else writer.add_uint32
+        add_value("general.license", given)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert licence_of(tmp_path / "x.gguf") == licence
+    assert licence_of(tmp_path / "x.bitnet.safetensors") == licence_of(tmp_path) == "mit"
+
+
+def test_the_size_and_last_use_of_several_files(tmp_path):
+    """The sum of their sizes, and the newest of their times."""
+    for name, size, read_s in (("a", 3, 2e9), ("config.json", 4, 1e9), ("b", 5, 15e8)):
+        (tmp_path / name).write_bytes(bytes(size))
+        os.utime(tmp_path / name, (read_s, 1e9))
+    assert usage_of(tmp_path) == {"bytes": 12, "last_used": "2033-05-18"}
+    assert usage_of(tmp_path / "none") == {"bytes": 0, "last_used": "1970-01-01"}
 
 
 @pytest.mark.parametrize(("seconds", "date"), [(10**12, "9999-12-31"), (-(10**10), "1970-01-01")])

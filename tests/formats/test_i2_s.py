@@ -81,6 +81,17 @@ def test_equal_to_the_file_of_bitnet_cpp():
     assert leftovers > 0
 
 
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_the_tail_is_of_an_earlier_larger_tensor(sizes):
+    """As a buffer that grows with zeros, of which each tensor writes its codes and the four bytes of its scale."""
+    tail, buffer = StaleTail(), bytearray(1000)
+    for number, size in enumerate(sizes, 1):
+        raw = np.full(size + 32, number, dtype=np.uint8)
+        buffer[: size + 4] = bytes([number]) * (size + 4)
+        assert tail.apply(raw).tobytes() == bytes(buffer[: size + 32])
+        assert raw.tolist() == [number] * (size + 32)  # the argument stays as it is
+
+
 # -- bad data ----------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +184,47 @@ def test_a_shape_that_one_layout_cannot_have_rules_it_out():
 
 
 def test_nothing_to_compare():
-    assert LayoutEvidence().judge()[:2] == ("x86", False)
+    words = "I2_S layout: x86 assumed, as there was nothing to compare"
+    assert LayoutEvidence().judge() == ("x86", False, words)
+
+
+NO = -np.inf
+
+
+@pytest.mark.parametrize(
+    ("sums", "layout", "decided", "words"),
+    [
+        ((10.0, 80.0, 40.0), "arm", True, "arm, by the weights' columns (agreement, 1 is chance: {})"),
+        ((10.0, 79.0, 39.5), "x86", False, None),  # not 40 more
+        ((10.0, 99.0, 50.0), "x86", False, None),  # not twice as much
+        ((10.0, 100.0, 50.0), "arm", True, "arm, by the weights' columns (agreement, 1 is chance: {})"),
+        ((0.0, 0.0, 39.9), "x86", False, None),
+        ((0.0, 0.0, 40.0), "interleaved", True, "interleaved, by the weights' columns (agreement, 1 is chance: {})"),
+        ((NO, 3.0, 2.0), "arm", False, None),  # x86 cannot be
+        ((NO, 2.0, NO), "arm", True, "arm, by the weights' columns (agreement, 1 is chance: {})"),
+        ((NO, NO, NO), "x86", False, "no layout fits every matrix's shape; x86 assumed"),
+    ],
+)
+def test_what_decides(sums, layout, decided, words):
+    """The best needs 40 more than the next, and twice as much."""
+    assert LAYOUTS == ("x86", "arm", "interleaved")
+    comparison = LayoutEvidence()
+    comparison.sums, comparison.comparisons = dict(zip(LAYOUTS, sums, strict=True)), 2
+    figures = ", ".join(
+        f"{name} {'does not fit' if value == NO else f'{value / 2:.1f}'}"
+        for name, value in zip(LAYOUTS, sums, strict=True)
+    )
+    words = words or "x86 assumed; the weights do not tell (agreement of columns, 1 is chance: {})"
+    assert comparison.judge() == (layout, decided, f"I2_S layout: {words.format(figures)}")
+
+
+def test_a_matrix_of_another_shape_rules_layouts_out():
+    comparison = LayoutEvidence()
+    columns = np.linspace(0, 1, 64, dtype=np.float32)
+    comparison.add({"x86": columns, "arm": columns}, {"arm": columns, "interleaved": columns})
+    comparison.add(dict.fromkeys(LAYOUTS, columns), dict.fromkeys(LAYOUTS, columns))
+    assert comparison.sums == {"x86": NO, "arm": pytest.approx(2 * 64), "interleaved": NO}
+    assert comparison.comparisons == 2
 
 
 def test_what_is_compared_in_a_layer():

@@ -17,8 +17,8 @@ from bitnet_ref.cli import cli
 from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError, StorageError
 from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
-from bitnet_ref.formats.registry.links import home, linked_path, links, remove_link
-from bitnet_ref.formats.registry.names import choose_files, parse_reference
+from bitnet_ref.formats.registry.links import MAX_PATH_BYTES, home, linked_path, links, remove_link
+from bitnet_ref.formats.registry.names import choose_files, model_in, parse_reference, split_choice
 from bitnet_ref.formats.registry.pull import link_model
 
 
@@ -38,7 +38,11 @@ def folder(tmp_path):
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["a", "org/repo", "org/Repo-1.58_x@main", "a@refs/pr/1", "a.b/c.d@0123abc"])
+GOOD = ["a", "org/repo", "org/Repo-1.58_x@main", "a@refs/pr/1", "a.b/c.d@0123abc"]
+GOOD += ["a" * 96, f"{'a' * 96}/{'b' * 96}@{'c' * 96}", "a@1/2/3/4/5/6/7/8"]
+
+
+@pytest.mark.parametrize("text", GOOD)
 def test_good_references(text):
     name, revision = parse_reference(text)
     assert (name if revision is None else f"{name}@{revision}") == text
@@ -78,6 +82,7 @@ BAD += [
     "%2e",
     "a" * 97,
     "a@" + "b" * 97,
+    "a@1/2/3/4/5/6/7/8/9",
 ]
 
 
@@ -99,6 +104,24 @@ def test_no_reference_leaves_a_folder(text):
     assert os.path.normpath(name) == name
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "which"),
+    [
+        ("org/repo:Q2_0", "org/repo", "Q2_0"),
+        ("org/repo@v1:x.gguf", "org/repo@v1", "x.gguf"),
+        ("a:b:c", "a:b", "c"),
+        ("org/repo", "org/repo", None),
+        ("org/repo:", "org/repo:", None),
+        (":Q2_0", ":Q2_0", None),
+        ("C:/models/x", "C:/models/x", None),
+        ("a:.x", "a:.x", None),
+        ("", "", None),
+    ],
+)
+def test_the_file_that_a_reference_chooses(text, name, which):
+    assert split_choice(text) == (name, which)
+
+
 HF = ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
 SHARDS = ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
 
@@ -118,6 +141,15 @@ SHARDS = ["config.json", "model.safetensors.index.json", "model-00001-of-00002.s
             (["m-F16-00001-of-00002.gguf", "m-F16-00002-of-00002.gguf"], "m-F16-00001-of-00002.gguf"),
         ),
         (["a.bitnet.safetensors", "config.json"], None, (["a.bitnet.safetensors"], "a.bitnet.safetensors")),
+        ([*HF, *SHARDS, "README.md"], None, (sorted([*HF, "README.md"]), None)),
+        ([*SHARDS[1:], "x.gguf"], None, (["x.gguf"], "x.gguf")),
+        (["config.json", SHARDS[2], "x.gguf"], None, (["x.gguf"], "x.gguf")),
+        (["model.safetensors", "x.gguf"], None, (["x.gguf"], "x.gguf")),
+        (
+            ["m-00002-of-00003.gguf", "m-00003-of-00003.gguf"],
+            "m-00003-of-00003.gguf",
+            (["m-00002-of-00003.gguf", "m-00003-of-00003.gguf"], "m-00003-of-00003.gguf"),
+        ),
     ],
 )
 def test_the_files_of_a_model(names, file, chosen):
@@ -134,11 +166,23 @@ def test_the_files_of_a_model(names, file, chosen):
         (["x.bin"], "x.bin", "no model file"),
         (["m-00002-of-00002.gguf", "n.gguf"], None, "several models.*: m-00002-of-00002.gguf, n.gguf"),
         (["a-Q2_0.gguf", "b-Q2_0.gguf"], "Q2_0", "several model files 'Q2_0'; there are: a-Q2_0.gguf, b-Q2_0.gguf"),
+        (["config.json", SHARDS[2]], None, "no model that bitnet_ref reads"),
+        (SHARDS[1:], None, "no model that bitnet_ref reads"),
+        (["a-Q2_0x.gguf", "a.gguf"], "Q2_0", "is no model file 'Q2_0'; there are: a-Q2_0x.gguf, a.gguf$"),
+        (HF, "Q2_0", "is no model file 'Q2_0'; there are: none$"),
     ],
 )
 def test_no_files_of_a_model(names, file, message):
     with pytest.raises(RegistryError, match=message):
         choose_files(names, file)
+
+
+def test_only_files_of_a_folder_are_models(tmp_path):
+    """Not a folder of such a name, and not a link to nothing."""
+    (tmp_path / "a.gguf").mkdir()
+    (tmp_path / "b.gguf").symlink_to(tmp_path / "none")
+    (tmp_path / "c.gguf").touch()
+    assert model_in(tmp_path) == tmp_path / "c.gguf"
 
 
 # -- names of local models ---------------------------------------------------------------------------------------------
@@ -239,6 +283,30 @@ def test_a_damaged_name_is_an_error_that_says_so(folder):
     assert find_model("x") == folder
 
 
+def test_the_longest_path_of_a_name(folder):
+    link_model(folder, "x")
+    (home() / "links" / "x").write_bytes(b"/" * MAX_PATH_BYTES)
+    assert linked_path("x") is not None
+    (home() / "links" / "x").write_bytes(b"/" * (MAX_PATH_BYTES + 1))
+    with pytest.raises(FormatError, match="more than 65536 bytes"):
+        linked_path("x")
+
+
+def test_other_files_beside_the_names(folder):
+    """Names come in their order; a file that no name has is none, and a file's own name is not the name it holds."""
+    assert links() == {}
+    for name in ("org/b", "c", "a"):
+        link_model(folder, name)
+    for other in (".DS_Store", "org@b@c", "x y"):
+        (home() / "links" / other).write_text(str(folder))
+    assert list(links().items()) == [("a", folder), ("c", folder), ("org/b", folder)]
+    assert linked_path("org@b") is None
+    assert linked_path("org@b@c") is None
+    remove_link("d")  # was given to nothing
+    remove_link("org/b")
+    assert list(links()) == ["a", "c"]
+
+
 def test_a_folder_in_the_place_of_the_names(folder):
     home().mkdir(parents=True)
     (home() / "links").write_text("")
@@ -249,6 +317,9 @@ def test_a_folder_in_the_place_of_the_names(folder):
 
 def test_where_the_names_are(monkeypatch, tmp_path):
     assert home() == tmp_path / "home" / "names"
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("BITNET_REF_HOME", "~/names")
+    assert home() == tmp_path / "user" / "names"
     monkeypatch.delenv("BITNET_REF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")

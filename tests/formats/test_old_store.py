@@ -130,6 +130,34 @@ def test_another_disk(store, contents, monkeypatch):
     check_moved(store, contents)
 
 
+def test_what_moves_is_not_copied(store):
+    """One disk holds both folders: each file stays the same file."""
+
+    def numbers(folder):
+        return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+    before = numbers(home() / "models" / store[2]["digest"])
+    move_old_store()
+    assert numbers(find_model(f"org/tiny@{NEW}")) == before
+
+
+def test_weights_move_last(store, contents, monkeypatch):
+    """A snapshot that has its weights has everything, also when the move is stopped in the middle."""
+    files = {**contents[0], "README.md": b"#", "tokenizer.json": b"{}", "zzz.json": b"{}"}
+    moved = [entry("org/large", files, "org/large", "d" * 40, "main")]
+    (home() / "index.json").write_text(json.dumps({"version": 1, "entries": moved}))
+    link, linked = os.link, []
+
+    def recording(source, target):
+        linked.append(target.name)
+        link(source, target)
+
+    monkeypatch.setattr("bitnet_ref.formats.registry.old_store.os.link", recording)
+    move_old_store()
+    assert sorted(linked) == sorted(files)
+    assert linked[-1] == "model.safetensors"
+
+
 def test_names_and_versions_that_are_newer_stay(store, tmp_path):
     newest = repository_folder("org/tiny") / "refs" / "main"
     newest.parent.mkdir(parents=True)

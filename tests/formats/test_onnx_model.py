@@ -14,7 +14,7 @@ import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.checkpoint import read_weights
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.formats.onnx.constants import Constants
+from bitnet_ref.formats.onnx.constants import Constants, ModelNames
 from bitnet_ref.formats.onnx.export import export_onnx
 from bitnet_ref.formats.onnx.file import OnnxFile
 from bitnet_ref.formats.open import open_checkpoint
@@ -252,6 +252,213 @@ def test_dequantize_linear_as_onnxruntime_computes_it(dtype, axis, block, scales
     tensors = [q, s, *([z] if zeros else [])]
     found = constants(tmp_path, node, tensors).value("y")
     np.testing.assert_array_equal(found, run_onnx(node, tensors))
+
+
+def arrays_of(**values):
+    return [numpy_helper.from_array(np.asarray(value), name) for name, value in values.items()]
+
+
+Q8 = np.arange(48, dtype=np.int8).reshape(6, 8)
+ONE = np.float32(0.5)
+INTEGERS = "expected integers of at most 32 bits and a scale, got {}"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "attributes", "message"),
+    [
+        ({"q": Q8.astype(np.float32), "s": ONE}, {}, INTEGERS.format("float32")),
+        ({"q": Q8.astype(np.int64), "s": ONE}, {}, INTEGERS.format("int64")),
+        ({"q": Q8}, {}, INTEGERS.format("int8")),
+        ({"q": Q8, "s": ONE, "z": np.float32(0)}, {}, "expected a whole zero point for each of 1 scales"),
+        ({"q": Q8, "s": ONE, "z": np.zeros(2, np.int8)}, {}, "expected a whole zero point for each of 1 scales"),
+        ({"q": Q8, "s": np.zeros(0, np.float32)}, {}, "has no scale"),
+        ({"q": Q8, "s": np.ones(8, np.float32)}, {"axis": 2}, "has no axis 2 in shape [6, 8]"),
+        ({"q": Q8, "s": np.ones(8, np.float32)}, {"axis": -3}, "has no axis -1 in shape [6, 8]"),
+        ({"q": Q8, "s": np.ones(6, np.float32)}, {}, "expected 8 scales, got shape [6]"),
+        ({"q": Q8, "s": np.ones((1, 8), np.float32)}, {}, "expected 8 scales, got shape [1, 8]"),
+        (
+            {"q": Q8, "s": np.ones((6, 3), np.float32)},
+            {"block_size": 4},
+            "expected scales of shape [6, 2], got [6, 3]",
+        ),
+        (
+            {"q": Q8, "s": np.ones((6, 2), np.float32)},
+            {"block_size": 3},
+            "expected scales of shape [6, 3], got [6, 2]",
+        ),
+        (
+            {"q": Q8, "s": np.ones((6, 2), np.float32)},
+            {"block_size": -4},
+            "expected scales of shape [6, 0], got [6, 2]",
+        ),
+    ],
+)
+def test_what_is_no_dequantizer(tensors, attributes, message, tmp_path):
+    node = helper.make_node("DequantizeLinear", [*tensors], ["y"], name="dq", **attributes)
+    with pytest.raises(FormatError) as caught:
+        constants(tmp_path, node, arrays_of(**tensors)).value("y")
+    assert (caught.value.field, caught.value.message) == ("node dq", message)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
+def test_a_dequantizer_of_every_width(dtype, tmp_path):
+    q = np.array([[0, 1], [2, np.iinfo(dtype).max]], dtype)
+    node = helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"])
+    found = constants(tmp_path, node, arrays_of(q=q, s=np.float32([2.0]), z=np.array([1], dtype))).value("y")
+    np.testing.assert_array_equal(found, (q.astype(np.float32) - 1) * 2)
+
+
+CODES, SCALES = np.arange(8 * 3 * 8).astype(np.uint8).reshape(8, 3, 8), np.ones((8, 3), np.float32)
+NUMBERS = {"N": 8, "K": 40, "bits": 4, "block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "attributes", "message"),
+    [
+        ({}, {"bits": 3}, "expected bits 2, 4 or 8, got 3; block_size 16, N 8, K 40"),
+        ({}, {"block_size": 0}, "expected bits 2, 4 or 8, got 4; block_size 0, N 8, K 40"),
+        ({}, {"block_size": 3}, "expected bits 2, 4 or 8, got 4; block_size 3, N 8, K 40"),
+        (
+            {},
+            {"block_size": 2**20 + 2},
+            f"expected bits 2, 4 or 8, got 4; block_size {2**20 + 2}, N 8, K 40",
+        ),
+        ({}, {"N": 0}, "expected bits 2, 4 or 8, got 4; block_size 16, N 0, K 40"),
+        ({}, {"K": 0}, "expected bits 2, 4 or 8, got 4; block_size 16, N 8, K 0"),
+        ({"s": None}, {}, "expected a matrix and scales, and no g_idx"),
+        (
+            {"z": np.zeros((8, 2), np.uint8), "g": np.zeros(40, np.int32)},
+            {},
+            "expected a matrix and scales, and no g_idx",
+        ),
+        ({"b": CODES.view(np.int8)}, {}, "expected 8 rows of 3 blocks of 8 bytes, got int8 [8, 3, 8]"),
+        ({"b": CODES[:7]}, {}, "expected 8 rows of 3 blocks of 8 bytes, got uint8 [7, 3, 8]"),
+        ({"s": SCALES[:7]}, {}, "expected 8 x 3 scales, got float32 [7, 3]"),
+        ({"s": SCALES.astype(np.int32)}, {}, "expected 8 x 3 scales, got int32 [8, 3]"),
+        ({"z": np.zeros((8, 3), np.uint8)}, {}, "expected 8 rows of 2 bytes of zero points, got [8, 3]"),
+        ({"z": np.zeros((8, 3), np.int16)}, {}, "expected 8 rows of 2 bytes of zero points, got [8, 3]"),
+        ({"z": np.zeros((8, 2), np.float32)}, {}, "expected 8 rows of 2 bytes of zero points, got [8, 2]"),
+    ],
+)
+def test_what_is_no_matrix_of_blocks(tensors, attributes, message, tmp_path):
+    arrays = {name: array for name, array in ({"b": CODES, "s": SCALES} | tensors).items() if array is not None}
+    node = helper.make_node("MatMulNBits", ["x", *arrays], ["y"], name="mm", **NUMBERS | attributes)
+    with pytest.raises(FormatError) as caught:
+        constants(tmp_path, node, arrays_of(**arrays)).matrix(node)
+    assert (caught.value.field, caught.value.message) == ("node mm", message)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("zeros", ["middle", "packed", "floats"])
+def test_a_matrix_of_blocks_number_by_number(bits, zeros, tmp_path):
+    """The first number of a byte is in its lowest bits; without zero points the middle of the range is zero."""
+    n, k, block = 3, 20, 8
+    codes = rng(bits).integers(0, 256, (n, 3, block * bits // 8), dtype=np.uint8)
+    scales = rng(bits, 1).random((n, 3)).astype(np.float32)
+    row = -(-3 * bits // 8)
+    points = rng(bits, 2).integers(0, 256, (n, row), dtype=np.uint8)
+    of_floats = rng(bits, 3).random((n, 3)).astype(np.float32)
+    given = {"middle": {}, "packed": {"z": points}, "floats": {"z": of_floats}}[zeros]
+    node = helper.make_node("MatMulNBits", ["x", "b", "s", *given], ["y"], N=n, K=k, bits=bits, block_size=block)
+    found = constants(tmp_path, node, arrays_of(b=codes, s=scales, **given)).matrix(node)
+    assert found.shape == (n, k)
+
+    def number(data, index):
+        return int(data[index * bits // 8]) >> (index * bits % 8) & (1 << bits) - 1
+
+    for i in range(n):
+        for j in range(k):
+            at = j // block
+            zero = {"middle": 1 << (bits - 1), "packed": number(points[i], at), "floats": of_floats[i, at]}[zeros]
+            expected = (np.float32(number(codes[i, at], j % block)) - np.float32(zero)) * scales[i, at]
+            assert found[i, j] == expected
+
+
+def test_four_bits_are_what_is_not_said(tmp_path):
+    node = helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], N=8, K=40, block_size=16)
+    assert constants(tmp_path, node, arrays_of(b=CODES, s=SCALES)).matrix(node)[0, 1] == (int(CODES[0, 0, 0]) >> 4) - 8
+
+
+W = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "expected"),
+    [
+        ("MatMul", {}, W.T),
+        ("Gemm", {}, W.T),
+        ("Gemm", {"transB": 0, "transA": 0, "alpha": 1.0, "beta": 1.0}, W.T),
+        ("Gemm", {"transB": 1}, W),
+        ("Gemm", {"transA": 1}, None),
+        ("Gemm", {"alpha": 0.5}, None),
+        ("Gemm", {"beta": 0.5, "transB": 1}, None),
+    ],
+)
+def test_the_matrix_of_a_product(kind, attributes, expected, tmp_path):
+    node = helper.make_node(kind, ["x", "w"], ["y"], name="mm", **attributes)
+    made = constants(tmp_path, node, arrays_of(w=W))
+    if expected is None:
+        with pytest.raises(FormatError, match=r"^.*node mm: expected transA 0, alpha 1 and beta 1$"):
+            made.matrix(node)
+    else:
+        np.testing.assert_array_equal(made.matrix(node), expected, strict=True)
+    with pytest.raises(FormatError, match=r"node mm: expected a matrix, got an array of shape \[6\]"):
+        constants(tmp_path, node, arrays_of(w=W.reshape(-1))).matrix(node)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "expected"),
+    [
+        ("Transpose", {}, W.T),
+        ("Transpose", {"perm": [0, 1]}, W),
+        ("Transpose", {"perm": [1, 0]}, W.T),
+        ("Transpose", {"perm": [0, 0]}, "expected perm to permute 2 axes, got [0, 0]"),
+        ("Transpose", {"perm": [0]}, "expected perm to permute 2 axes, got [0]"),
+        ("Cast", {"to": TensorProto.FLOAT16}, W.astype(np.float16)),
+        ("Cast", {"to": TensorProto.STRING}, "casts to type 8, which is not supported"),
+        ("Cast", {}, "casts to type None, which is not supported"),
+        ("Identity", {}, W),
+    ],
+)
+def test_what_a_constant_passes_through(kind, attributes, expected, tmp_path):
+    node = helper.make_node(kind, ["w"], ["y"], name="n", **attributes)
+    made = constants(tmp_path, node, arrays_of(w=W))
+    assert made.root("y") == "w"
+    assert made.root("x") is None
+    if isinstance(expected, str):
+        with pytest.raises(FormatError) as caught:
+            made.value("y")
+        assert (caught.value.field, caught.value.message) == ("node n", expected)
+    else:
+        np.testing.assert_array_equal(made.value("y"), expected, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("product", "readers", "bias"),
+    [
+        (("Gemm", ["x", "w", "b"]), [], "b"),
+        (("Gemm", ["x", "w"]), [], None),
+        (("Gemm", ["x", "w", ""]), [], None),
+        (("MatMulNBits", ["x", "w", "s", "", "", "b"]), [], "b"),
+        (("MatMulNBits", ["x", "w", "s", "", "b"]), [], None),
+        (("MatMul", ["x", "w"]), [("Add", ["y", "b"])], "b"),
+        (("MatMul", ["x", "w"]), [("Add", ["b", "y"])], "b"),
+        (("MatMul", ["x", "w"]), [("Mul", ["b", "y"]), ("Add", ["y", "x"]), ("Add", ["y", "w"])], None),
+        (("MatMul", ["x", "w"]), [("Add", ["y", "x"]), ("Add", ["y", "b"])], "b"),
+    ],
+)
+def test_the_bias_of_a_product(product, readers, bias, tmp_path):
+    """A constant vector: not an activation, and not a matrix."""
+    nodes = [
+        helper.make_node(kind, names, [f"y{n}" if n else "y"]) for n, (kind, names) in enumerate([product, *readers])
+    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, arrays_of(w=W, b=np.ones(3, np.float32), s=ONE))
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    names = ModelNames(file, Constants(file))
+    assert names.bias(file.model.graph.node[0]) == bias
 
 
 def test_numbers_beyond_float32_are_no_matrix(tmp_path):

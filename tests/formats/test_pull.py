@@ -1,8 +1,10 @@
 """`pull` and `rm` of models of the hub, through the real huggingface_hub, from a hub on this machine (hub_server)."""
 
 import errno
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,11 +12,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cli_runs import invoke, invoke_json
-from helpers import BITNET, TINY, write_checkpoint
+from helpers import BITNET, DATA, TINY, write_checkpoint
 from hub_server import Hub, serving
 
 import bitnet_ref
@@ -25,6 +28,7 @@ from bitnet_ref.formats.registry.hub_cache import cached_models, find_cached, hu
 from bitnet_ref.formats.registry.links import links
 from bitnet_ref.formats.registry.pull import delete_models, link_model, plan_deletion, pull
 
+huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
 
 
@@ -114,8 +118,9 @@ def test_revisions(hub, model_files, tmp_path):
     assert [each["commit"] for each in removed["removed"]] == [old]
     assert links() == {}  # its files are gone
     assert find_model("org/tiny") == second_path
-    pull(f"org/tiny@{old}")
+    assert pull(f"org/tiny@{old}")[0].revisions == (old,)
     assert find_model(f"org/tiny@{old}") == first_path
+    assert [each.revisions for each in cached_models() if each.commit == old] == [()]  # a commit needs no name
 
 
 def test_copies_of_a_repository_have_the_same_commits(hub, model_files):
@@ -170,6 +175,7 @@ def test_one_of_several_files(hub, tmp_path, caplog):
     assert "No files matched" not in caplog.text  # a file alone has nothing that comes before its weights
     assert pull("org/many:b.bitnet.safetensors")[1].name == "b.bitnet.safetensors"
     assert find_model("org/many@main:a.bitnet.safetensors").name == "a.bitnet.safetensors"
+    assert pull("org/many:a.bitnet.safetensors", file="b.bitnet.safetensors")[1].name == "b.bitnet.safetensors"
     invoke_json("rm", "org/many", "--yes")
     assert list(cached_models()) == []
     assert links() == {}
@@ -183,8 +189,14 @@ def test_a_name_means_what_was_pulled_last(hub, model_files, tmp_path):
     assert "removed the name" in invoke("rm", "org/tiny").stdout
     assert find_model("org/tiny") == path
     link_model(tmp_path / "bitnet", "org/tiny")
+    model, _ = pull("org/tiny@main")  # a version, which is not what the name alone means
+    assert model.revisions == ("main",)
+    assert find_model("org/tiny") == tmp_path / "bitnet"
     pull("org/tiny")
     assert find_model("org/tiny") == path
+    link_model(tmp_path / "bitnet", "mine")
+    invoke_json("rm", "org/tiny", "--yes")
+    assert links() == {"mine": tmp_path / "bitnet"}
 
 
 @pytest.mark.parametrize(
@@ -254,6 +266,118 @@ def test_a_hub_that_names_a_file_outside_of_the_cache(hub, model_files, tmp_path
     assert own.name != "own.txt" or own.read_text() == "mine"
 
 
+def test_the_client_is_as_before(hub, model_files):
+    """After a pull, and after one that fails: its session calls the hooks of before, and no other."""
+    calls = []
+    session = huggingface_hub.get_session()
+    own = session.event_hooks
+    session.event_hooks = before = {event: [*hooks, calls.append] for event, hooks in own.items()}
+    try:
+        hub.put("org/tiny", "main", model_files)
+        hub.etag = ".."
+        with pytest.raises(HubError):
+            pull("org/tiny")
+        assert session.event_hooks == before
+        hub.etag = None
+        pull("org/tiny")
+        assert session.event_hooks == before
+        fetched = {Path(call.url.path).name for call in calls if hasattr(call, "status_code") and call.is_success}
+        assert fetched >= set(model_files)
+    finally:
+        session.event_hooks = own
+
+
+@pytest.mark.parametrize(("linked", "etag"), [("../../../x", None), (None, "../../../x"), ("../x", "plain")])
+def test_either_etag_is_a_plain_name(hub, model_files, linked, etag):
+    hub.put("org/tiny", "main", model_files)
+    hub.linked_etag, hub.etag = linked, etag
+    with pytest.raises(HubError, match="as an ETag, which is no plain name"):
+        pull("org/tiny")
+    assert list(links()) == []
+
+
+@pytest.mark.parametrize("etag", ['W/"abc-DEF_1"', "a" * 128])
+def test_an_etag_may_be(hub, model_files, etag):
+    hub.put("org/tiny", "main", {"x.gguf": (DATA / "gguf" / "tq2_0.gguf").read_bytes()})
+    hub.linked_etag = etag
+    assert pull("org/tiny")[1].name == "x.gguf"
+
+
+def test_a_file_that_was_placed_outside_of_the_cache(hub, model_files, tmp_path):
+    """As a client without that hook would: the link goes, and the file stays."""
+    commit = hub.put("org/tiny", "main", model_files)
+    own = tmp_path / "own.txt"
+    own.write_text("mine")
+    link = repository_folder("org/tiny") / "snapshots" / commit / "config.json"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(own)
+    message = f"has placed config.json of org/tiny outside of the cache, at {own}: do not use this hub"
+    with pytest.raises(HubError, match=re.escape(message)):
+        pull("org/tiny")
+    assert own.read_text() == "mine"
+    assert not link.is_symlink()
+    assert find_cached("org/tiny@main") is None
+
+
+def test_a_file_that_did_not_come(hub, model_files, monkeypatch):
+    hub.put("org/tiny", "main", model_files)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **options: None)
+    with pytest.raises(HubError, match=r"config\.json of org/tiny did not come; pull again"):
+        pull("org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error", "message"),
+    [
+        ((403, "GatedRepo", ""), RegistryError, "org/tiny is gated: accept its terms on the hub, then: hf auth login"),
+        ((404, "RepoNotFound", ""), RegistryError, "the hub has no 'org/tiny'; if it is private: hf auth login"),
+        ((404, "RevisionNotFound", ""), RegistryError, "org/tiny has no revision 'v1'"),
+        ((404, "EntryNotFound", ""), HubError, "the hub did not give org/tiny@v1: 404 Client Error"),
+        ((403, "", "Access to this resource is disabled."), HubError, "the hub did not give org/tiny@v1: 403 Client"),
+        ((418, "", ""), HubError, "the hub did not give org/tiny@v1: Client error '418"),
+    ],
+    ids=str,
+)
+def test_what_the_hub_refuses(hub, refusal, error, message):
+    """One line says what to do."""
+    hub.refusal = refusal
+    with pytest.raises(error) as caught:
+        pull("org/tiny@v1")
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"), [(ValueError("a\nb"), "a"), (ValueError(), "ValueError"), (ValueError("x" * 301), "x" * 300)]
+)
+def test_other_errors_of_the_client(hub, monkeypatch, problem, line):
+    def refuse(*args, **options):
+        raise problem
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    with pytest.raises(HubError) as caught:
+        pull("org/tiny")
+    assert str(caught.value) == f"the hub cannot be reached: {line}; what was pulled still loads"
+
+
+@pytest.mark.parametrize("says", [{"size": None}, {"blobId": None}, {"lfs": None}], ids=str)
+def test_a_hub_that_says_less(hub, model_files, says):
+    hub.put("org/tiny", "main", model_files)
+    hub.says = says
+    assert files_of(pull("org/tiny")[1]) == model_files
+
+
+def test_weights_that_are_not_in_lfs(hub, model_files):
+    """Their hash is Git's, as of the other files. An empty file is one too."""
+    hub.says = {"lfs": None}
+    hub.put("org/tiny", "main", {**model_files, "README.md": b""})
+    hub.corrupt.add("model.safetensors")
+    with pytest.raises(FormatError, match=r"model\.safetensors of org/tiny is not what the hub lists"):
+        pull("org/tiny")
+    hub.corrupt.clear()
+    assert (pull("org/tiny")[1] / "README.md").read_bytes() == b""
+
+
 @pytest.mark.parametrize("key", ["rfilename", "size", "blobId", "lfs"])
 @pytest.mark.parametrize("value", [-1, 1.5, "x", [1], {"sha256": 1, "size": 1, "pointerSize": 1}, 10**30])
 def test_a_hub_whose_listing_is_none(hub, model_files, key, value):
@@ -276,6 +400,39 @@ def test_a_file_that_differs_from_what_the_hub_lists(hub, model_files, name):
     assert files_of(path) == model_files
 
 
+def test_a_system_that_allows_sha_1_for_no_security(hub, model_files, monkeypatch):
+    """As FIPS has it: Git's hash of a file is none."""
+
+    def sha1(data, *, usedforsecurity=True):
+        if usedforsecurity:
+            raise ValueError("disabled for FIPS")
+        return hashlib.sha1(data)
+
+    monkeypatch.setattr("bitnet_ref.formats.registry.pull.hashlib", SimpleNamespace(sha1=sha1))
+    hub.put("org/tiny", "main", model_files)
+    assert files_of(pull("org/tiny")[1]) == model_files
+
+
+def test_a_system_without_links(hub, model_files, monkeypatch):
+    """The snapshot has the files themselves."""
+    monkeypatch.setattr("huggingface_hub.file_download.are_symlinks_supported", lambda cache_dir=None: False)
+    hub.put("org/tiny", "main", model_files)
+    hub.corrupt.add("config.json")
+    with pytest.raises(FormatError, match=r"config\.json of org/tiny is not what the hub lists"):
+        pull("org/tiny")
+    assert "config.json" not in [path.name for path in hub_cache().rglob("*")]
+    hub.corrupt.clear()
+    _, path = pull("org/tiny")
+    assert files_of(path) == model_files
+    assert not any(each.is_symlink() for each in path.iterdir())
+
+
+def test_a_cache_in_folders_that_are_not_there(hub, model_files, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "a" / "b" / "c"))
+    hub.put("org/tiny", "main", model_files)
+    assert pull("org/tiny")[1].is_relative_to(tmp_path / "a" / "b" / "c")
+
+
 def test_without_network(hub, model_files, monkeypatch):
     hub.put("org/tiny", "main", model_files)
     pull("org/tiny")
@@ -292,6 +449,12 @@ def test_a_full_disk(hub, model_files, monkeypatch):
     with pytest.raises(StorageError, match=r"7,058 bytes are to be written, and 1,000 are free.*free some"):
         pull("org/tiny")
     assert hub.sent == []
+    wanted = {**model_files, "README.md": b""}
+    hub.put("org/tiny", "main", {**wanted, "pytorch_model.bin": bytes(10_000)})  # which is not fetched
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=sum(map(len, wanted.values()))))
+    assert files_of(pull("org/tiny")[1]) == wanted  # to the byte
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    pull("org/tiny")  # what is here needs no space
 
 
 def test_a_disk_that_fills_up(hub, model_files, monkeypatch):

@@ -239,6 +239,26 @@ def test_the_excess_of_a_matrix_without_a_pattern_is_near_zero(kind):
     assert patterns.max() > 100 * np.sqrt(2 * dof)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_far_the_next_order_is(kind):
+    """In sigmas: twice the noise of a chi-square of so many degrees of freedom with this much pattern in it."""
+    n, k = 512, 768
+    tilings = candidates(kind, n, k)
+    for tiles in tilings[:: len(tilings) // 3]:
+        data = pack_tl(kind, patterned(n, k), tiles)
+        try:
+            _, words = infer_tiles(kind, data, n, k)
+        except FormatError:
+            continue
+        fitting = [each for each in tilings if kind == "tl1" or k % each.BK == k % tiles.BK]
+        scores, dof = _scores(kind, data, n, k, fitting)
+        second, best = np.sort(scores)[-2:]
+        sigmas = (best - second) / math.sqrt(2 * (2 * dof + 4 * best))
+        assert words == (
+            f"by the zeros per row and column: {sigmas:.0f} sigmas before the next of {len(fitting)} orders"
+        )
+
+
 def test_the_exact_checks_tell_how_many_columns_are_pairs():
     """352 columns: BK 96 leaves 64, BK 288 leaves 64, BK 24 leaves 16 (impossible), BK 192 leaves 160."""
     n, k = 32, 352

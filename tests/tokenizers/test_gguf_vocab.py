@@ -349,6 +349,75 @@ def test_bad_words_that_are_no_ids(value: Any) -> None:
         tokenizer_files_from_gguf({**LLAMA, "bitnet_ref.bad_words_ids": value})
 
 
+def generation_of(**values: Any) -> dict[str, Any]:
+    keys = {f"general.sampling.{key}": value for key, value in values.items()}
+    return json.loads(tokenizer_files_from_gguf(LLAMA | keys)["generation_config.json"])
+
+
+def test_the_sampling_goes_along() -> None:
+    """A float32 is its shortest decimal; a whole number stays one; what is no finite number says nothing."""
+    numbers = {"temp": np.float32(0.6), "top_k": np.uint32(40), "top_p": np.float32(0.95)}
+    numbers |= {"min_p": 0.05, "penalty_repeat": np.float64(1.1)}
+    expected = {"temperature": 0.6, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+    generation = generation_of(**numbers)
+    assert {key: generation[key] for key in expected} == expected
+    assert type(generation["top_k"]) is int
+    assert generation_of(temp=2, top_k=3.0) == generation_of() | {"temperature": 2, "top_k": 3.0}
+    wrong = (True, np.bool_(True), "0.5", None, [1], float("nan"), float("inf"), np.float32("-inf"))
+    for value in wrong:
+        assert generation_of(temp=value) == generation_of()
+    files = FILES | {"generation_config.json": json.dumps({**expected, "typical_p": 0.5}).encode()}
+    metadata = gguf_from_tokenizer_files(files)
+    written = {key: value for key, value in metadata.items() if key.startswith("general.")}
+    assert written == {
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 40,
+        "general.sampling.top_p": 0.95,
+        "general.sampling.min_p": 0.05,
+        "general.sampling.penalty_repeat": 1.1,
+    }
+    assert {key: type(value) for key, value in written.items() if type(value) is not float} == {
+        "general.sampling.top_k": int
+    }
+    assert load_tokenizer_files(tokenizer_files_from_gguf(metadata)).recommended_sampling == expected
+
+
+def test_the_bad_words_go_along() -> None:
+    files = FILES | {"generation_config.json": b'{"bad_words_ids": [[262], [300, 301]]}'}
+    metadata = gguf_from_tokenizer_files(files)
+    assert metadata["bitnet_ref.bad_words_ids"] == ["262", "300 301"]
+    before, after = load_tokenizer_files(files), load_tokenizer_files(tokenizer_files_from_gguf(metadata))
+    assert before.recommended_sampling == after.recommended_sampling
+    assert before.recommended_sampling["bad_words"] == (before.decode([262]), before.decode([300, 301]))
+
+
+@pytest.mark.parametrize(("add_bos", "add_eos"), [(False, False), (False, True), (True, False), (True, True)])
+def test_what_is_around_a_text_goes_along(add_bos: bool, add_eos: bool) -> None:
+    for files in (FILES, byte_level("gpt-2")):
+        config = json.loads(files["tokenizer_config.json"]) | {"add_bos_token": add_bos, "add_eos_token": add_eos}
+        before = load_tokenizer_files(files | {"tokenizer_config.json": json.dumps(config).encode()})
+        metadata = gguf_from_tokenizer_files(files | {"tokenizer_config.json": json.dumps(config).encode()})
+        assert (metadata[G + "add_bos_token"], metadata[G + "add_eos_token"]) == (add_bos, add_eos)
+        after = load_tokenizer_files(tokenizer_files_from_gguf(metadata))
+        assert after.encode("a") == before.encode("a")
+        assert len(after.encode("")) == add_bos + add_eos
+
+
+def test_what_is_left_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """In a warning each, with the first eight tokens."""
+    assert not caplog.text
+    gguf_from_tokenizer_files(FILES)
+    assert not caplog.text
+    flags = ("lstrip", "rstrip", "single_word")
+    added = {str(4096 + n): {"content": f"<{n}>", flags[n % 3]: True} for n in range(9)}
+    added["4105"] = {"content": "<plain>"}
+    config = json.loads(FILES["tokenizer_config.json"]) | {"legacy": True, "added_tokens_decoder": added}
+    gguf_from_tokenizer_files(FILES | {"tokenizer_config.json": json.dumps(config).encode()})
+    legacy, greedy = (record.getMessage() for record in caplog.records)
+    assert "`legacy: true`" in legacy
+    assert f"{[f'<{n}>' for n in range(8)]} take in the spaces" in greedy
+
+
 def test_many_unknown_tokens() -> None:
     """phi-3's vocabulary in llama.cpp has 53 of type 2: `<unk>`, and others that act as control tokens."""
     types = LLAMA[G + "token_type"].copy()

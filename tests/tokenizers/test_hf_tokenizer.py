@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from bitnet_ref.errors import ConfigWarning, TokenizerError
 from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer
 from bitnet_ref.tokenizers.hf_json import MAX_TOKEN_ID, check_tokenizer_json, post_processor_affixes
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
+from bitnet_ref.tokenizers.settings import AddedToken
 
 BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 OFFSETS = {"trim_offsets": True, "add_prefix_space": True}
@@ -67,6 +69,75 @@ def test_explicit_flags_replace_the_post_processor(byte_level_json: Table) -> No
     without = byte_level_json | {"post_processor": None}
     assert load(without, TokenizerSettings(bos_token=BOS)).encode("") == []
     assert load(without, TokenizerSettings(bos_token=BOS, add_bos=True)).encode("") == [0]
+
+
+@pytest.mark.parametrize(("add_bos", "add_eos"), [(b, e) for b in (None, False, True) for e in (None, False, True)])
+def test_each_flag_with_each_other(byte_level_json: Table, add_bos: bool | None, add_eos: bool | None) -> None:
+    """A post-processor of both is replaced by flags. A stop token that no name has is the first of the ids."""
+    both = {"type": "RobertaProcessing", "sep": [EOS, 1], "cls": [BOS, 0], **OFFSETS}
+    own, without = (byte_level_json | {"post_processor": each} for each in (both, None))
+    none = add_bos is None and add_eos is None
+    for named in ({"bos_token": BOS, "eos_token": EOS}, {"bos_id": 0, "eos_ids": (1, 5)}):
+        settings = TokenizerSettings(**named, add_bos=add_bos, add_eos=add_eos)
+        assert load(own, settings).encode("") == [0] * (add_bos is not False) + [1] * bool(none or add_eos)
+        assert load(without, settings).encode("") == [0] * bool(add_bos) + [1] * bool(add_eos)
+    nothing = load(without, TokenizerSettings(add_bos=add_bos, add_eos=add_eos))
+    assert nothing.bos_id is None
+    assert nothing.encode("") == [2] * bool(add_eos)  # the end of a turn is the only stop token
+
+
+def test_ids_of_names_and_of_numbers(byte_level_json: Table) -> None:
+    """A name comes before a number. Every stop token counts once, numbers first."""
+    named = TokenizerSettings(bos_token=BOS, eos_token=EOS, pad_token=EOT, bos_id=5, pad_id=6, eos_ids=(7, 1, 2))
+    tokenizer = load(byte_level_json, named)
+    assert (tokenizer.bos_id, tokenizer.pad_id, tokenizer.eos_ids) == (0, 2, (7, 1, 2))
+    numbered = load(byte_level_json, TokenizerSettings(bos_id=5, pad_token="<no>", pad_id=6))
+    assert (numbered.bos_id, numbered.pad_id, numbered.eos_ids) == (5, 6, (2,))
+    assert tokenizer.special_ids == (0, 1, 2)
+    assert [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)] == [0, 1, 2]
+
+
+def test_a_text_with_bos_keeps_what_else_is_before_it(byte_level_json: Table) -> None:
+    two = {"type": "TemplateProcessing", "special_tokens": {EOT: {"id": EOT, "ids": [2], "tokens": [EOT]}}}
+    two["special_tokens"][BOS] = {"id": BOS, "ids": [0], "tokens": [BOS]}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    two["single"] = [{"SpecialToken": {"id": token, "type_id": 0}} for token in (EOT, BOS)] + [text]
+    two["pair"] = [text, {"Sequence": {"id": "B", "type_id": 0}}]
+    tokenizer = load(byte_level_json | {"post_processor": two}, TokenizerSettings(bos_token=BOS))
+    assert tokenizer.encode("") == [2, 0]
+    assert tokenizer.encode(BOS) == [2, 0]
+    assert tokenizer.encode(EOT) == [2, 0, 2]
+    assert tokenizer.encode_batch(["", BOS, EOT]) == [[2, 0], [2, 0], [2, 0, 2]]
+
+
+def test_what_the_digest_is_of(byte_level_json: Table) -> None:
+    """All that decides ids and texts, and nothing else."""
+    plain = TokenizerSettings(bos_token=BOS, eos_token=EOS)
+    digest = load(byte_level_json, plain).digest
+    same = {"chat_template": "x", "tool_template": "x", "sampling": {"top_k": 1}, "bad_words": ((5,),), "path": "x"}
+    for field, value in {**same, "pad_id": 7, "unk_token": EOT}.items():
+        assert load(byte_level_json, dataclasses.replace(plain, **{field: value})).digest == digest, field
+    others = {"bos_token": EOT, "eos_ids": (9,), "add_bos": False, "add_eos": True, "legacy": True}
+    others["added_tokens"] = (AddedToken("<new>", 332),)
+    digests = {load(byte_level_json, dataclasses.replace(plain, **{field: others[field]})).digest for field in others}
+    assert len(digests | {digest}) == 7
+    assert load(edit(byte_level_json, "model", "fuse_unk", to=True), plain).digest != digest
+
+
+def test_bad_words_as_texts_and_as_special_tokens(byte_level_json: Table) -> None:
+    """Each text once; a special token alone has no text; among others it is left out."""
+    tokenizer = load(byte_level_json)
+    the, a = tokenizer.encode("the", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=False)
+    words = (tuple(the), tuple(a), (1,), (2,), (1, 2), tuple(the), (1, *a))
+    settings = TokenizerSettings(sampling={"top_k": 5}, bad_words=words)
+    expected = {"top_k": 5, "bad_words": ("the", "a"), "logit_bias": {1: -100.0, 2: -100.0}}
+    assert load(byte_level_json, settings).recommended_sampling == expected
+    assert load(byte_level_json, TokenizerSettings(bad_words=((1,),))).recommended_sampling == {
+        "logit_bias": {1: -100.0}
+    }
+    assert tokenizer.recommended_sampling == {}
+    with pytest.raises(TokenizerError, match="token id 4000 is not in the vocabulary"):
+        assert load(byte_level_json, TokenizerSettings(bad_words=((4000,),))).recommended_sampling
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,44 @@ def test_the_forbidden_is_refused(name: str) -> None:
         ChatTemplate(FORBIDDEN[name]).render(HELLO)
 
 
+# Every place of a template where an expression may stand
+PLACES = (
+    *("{{ X }}", "{{ (X) }}", "{{ [1, X] }}", "{{ (1, X) }}", "{{ {'a': X} }}", "{{ {X: 'a'} }}", "{{ 'a' ~ X }}"),
+    *("{{ X + 1 }}", "{{ 1 * X }}", "{{ -X }}", "{{ +X }}", "{{ not X }}", "{{ X and 1 }}", "{{ 0 or X }}"),
+    *("{{ X < 1 }}", "{{ 1 < 2 < X }}", "{{ X in 'a' }}", "{{ 'a' not in X }}", "{{ messages[X] }}", "{{ X[0] }}"),
+    *("{{ messages[X:] }}", "{{ messages[:X] }}", "{{ messages[::X] }}", "{{ X[1:2] }}", "{{ X.a }}", "{{ X(1) }}"),
+    *("{{ range(X) }}", "{{ dict(a=X) }}", "{{ range(*X) }}", "{{ dict(**X) }}", "{{ X | upper }}", "{{ 'a' | d(X) }}"),
+    *("{{ 'a' | join(d=X) }}", "{{ X is odd }}", "{{ 1 is divisibleby(X) }}", "{{ X if 1 }}", "{{ 1 if X else 2 }}"),
+    *(
+        "{{ 1 if 0 else X }}",
+        "{% if X %}{% endif %}",
+        "{% if 0 %}{% elif X %}{% endif %}",
+        "{% if 1 %}{{ X }}{% endif %}",
+    ),
+    *("{% if 0 %}{% else %}{{ X }}{% endif %}", "{% for i in X %}{% endfor %}", "{% for i in [] %}{{ X }}{% endfor %}"),
+    *("{% for i in [] if X %}{% endfor %}", "{% for i in [] %}{% else %}{{ X }}{% endfor %}", "{% set a = X %}"),
+    *("{% set a %}{{ X }}{% endset %}", "{% set a | upper %}{{ X }}{% endset %}", "{% with a = X %}{% endwith %}"),
+    *("{% with %}{{ X }}{% endwith %}", "{% macro f() %}{{ X }}{% endmacro %}", "{% macro f(a=X) %}{% endmacro %}"),
+    "{% macro f() %}{% endmacro %}{% call f(X) %}{% endcall %}",
+    "{% macro f() %}{% endmacro %}{% call f() %}{{ X }}{% endcall %}",
+    *("{% filter upper %}{{ X }}{% endfilter %}", "{% filter d(X) %}{% endfilter %}"),
+    "{% generation %}{{ X }}{% endgeneration %}",
+    "{% set ns = namespace() %}{% set ns.a = X %}",
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_forbidden_is_refused_wherever_it_stands(place: str) -> None:
+    for forbidden, message in (
+        ("('a' | center(9))", "the filter 'center' is not available"),
+        ("(1 is filter)", "the test 'filter' is not available"),
+        ("(2 ** 3)", "Pow is not available"),
+        ("9999999999999999999999", "an integer of more than 63 bits"),
+    ):
+        with pytest.raises(TokenizerError, match=message):
+            ChatTemplate(place.replace("X", forbidden))
+
+
 def test_what_is_no_function_is_not_called() -> None:
     with pytest.raises(TokenizerError, match="a str cannot be called in a chat template"):
         ChatTemplate("{{ 'a'() }}").render(HELLO)

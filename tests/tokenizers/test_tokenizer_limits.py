@@ -251,6 +251,50 @@ def test_the_longest_text_that_may_grow() -> None:
         limits.check_text("a" * 8526)
 
 
+NFKD, LOWER = {"type": "NFKD"}, {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "letter", "longest", "at"),
+    [
+        ([replace("b", "cccc")], "b", 50, 0),  # 4 n bytes of n
+        ([replace("b", "cccc")], "c", 5000, None),  # nothing in it grows
+        ([NFKD], "b", 133, 0),  # it may make 11 of each, of which four times the limit is looked at
+        ([prepend("x" * 5)], "b", 63, 0),  # five bytes at each second one, where the text may be cut
+        ([prepend("x" * 5), LOWER], "b", 23, 1),  # which may make two of each of these
+        ([LOWER, prepend("x" * 5)], "b", 63, 1),
+        ([replace("b", "cc"), replace("c", "ddd")], "b", 25, 1),  # 6 n
+        ([replace("b*", "x", "Regex")], "c", 199, 0),  # before and after each, and where the text may be cut
+    ],
+)
+def test_the_longest_text_of_each_kind_of_step(
+    steps: list[Table], letter: str, longest: int, at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 bytes, and 2 for each byte of the text. at: the step that makes too much of one more letter."""
+    monkeypatch.setattr(hf_limits, "_SPARE_BYTES", 100)
+    monkeypatch.setattr(hf_limits, "_BYTES_PER_BYTE", 2)
+    limits = TextLimits({"model": BPE, "normalizer": sequence("normalizers", *steps)})
+    limits.check_text(letter * longest)
+    if at is not None:
+        size = longest + 1
+        message = f"{steps[at]['type']} would make more than {100 + 2 * size} bytes of a text of {size}"
+        for field, expected in ((None, f"normalizer.normalizers[{at}]"), ("here", "here")):
+            with pytest.raises(TokenizerError) as caught:
+                limits.check_text(letter * size, field)
+            assert (caught.value.field, caught.value.message) == (expected, message)
+
+
+def test_patterns_that_see_a_text_that_was_rewritten() -> None:
+    """What they will find there is not known: the length alone decides. The last step rewrites nothing that is cut."""
+    first = TextLimits({"model": BPE, "pre_tokenizer": sequence("pretokenizers", split("a+b"), {"type": "ByteLevel"})})
+    first.check_text("c" * 20_000)
+    later = TextLimits({"model": BPE, "pre_tokenizer": sequence("pretokenizers", {"type": "ByteLevel"}, split("a+b"))})
+    later.check_text("c" * 10_100)
+    for limits, text in ((later, "c" * 10_101), (first, "a" * 10_300)):
+        with pytest.raises(TokenizerError, match=f"may take too long for this text of {len(text)} characters"):
+            limits.check_text(text)
+
+
 def test_growth_of_added_tokens() -> None:
     """The library normalizes them when they are added."""
     grow = {"normalizer": replace("a", "a" * 1000)}

@@ -14,8 +14,8 @@ import pytest
 import bitnet_ref.errors
 from bitnet_ref.errors import TokenizerError
 from bitnet_ref.system.json_file import read_bounded
-from bitnet_ref.tokenizers import load_tokenizer, read_settings
-from bitnet_ref.tokenizers.files import MAX_CONFIG_BYTES
+from bitnet_ref.tokenizers import TokenizerSettings, load_tokenizer, read_settings
+from bitnet_ref.tokenizers.files import MAX_CONFIG_BYTES, check_type, errors_at, get_optional
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE, AddedToken
 
@@ -85,6 +85,106 @@ def test_everything_the_files_say(make_folder: Maker) -> None:
     assert tokens["<tool>"] == AddedToken("<tool>", 9, special=True)  # named as special in another place
     assert tokens["<end>"] == AddedToken("<end>", special=True, rstrip=True)
     assert tokens["<pad>"] == AddedToken("<pad>", 10)
+
+
+def test_all_settings_of_a_folder(make_folder: Maker) -> None:
+    """The order of added tokens is that in which the files name them: bos to pad, other special ones, then ids."""
+    folder = make_folder(
+        {
+            "tokenizer_config.json": {
+                "bos_token": None,
+                "unk_token": {"content": "<unk>", "special": False, "normalized": True},
+                "add_eos_token": False,
+                "extra_special_tokens": {"image": "<image>", "end": {"content": "<end>", "single_word": True}},
+                "added_tokens_decoder": {
+                    "7": {"content": "<end>", "lstrip": True},
+                    "8": {"content": "new", "rstrip": True, "normalized": True},
+                },
+                "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+            },
+            "special_tokens_map.json": {
+                "bos_token": {"content": "<s>", "lstrip": True},
+                "eos_token": "",
+                "pad_token": "<pad>",
+                "unk_token": "<other>",
+                "additional_special_tokens": ["<more>", "<image>"],
+                "extra_special_tokens": ["<extra>"],
+            },
+            "added_tokens.json": {"<pad>": 9, "plain": 10, "<end>": 7},
+            "generation_config.json": {"bos_token_id": -1, "eos_token_id": [5, -1, 4], "bad_words_ids": [[3], [4, 5]]},
+            "config.json": {"bos_token_id": [1, 2], "eos_token_id": [4, 6], "pad_token_id": [11, 12]},
+        }
+    )
+    assert read_settings(folder) == TokenizerSettings(
+        bos_token="<s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        add_eos=False,
+        bos_id=1,
+        pad_id=11,
+        eos_ids=(5, 4, 6),
+        added_tokens=(
+            AddedToken("<s>", special=True, lstrip=True),
+            AddedToken("<unk>", special=True, normalized=True),
+            AddedToken("<pad>", 9, special=True),
+            AddedToken("<more>", special=True),
+            AddedToken("<image>", special=True),
+            AddedToken("<extra>", special=True),
+            AddedToken("<end>", 7, special=True, lstrip=True),
+            AddedToken("plain", 10),
+            AddedToken("new", 8, rstrip=True, normalized=True),
+        ),
+        chat_template="d",
+        tool_template="t",
+        bad_words=((3,), (4, 5)),
+    )
+    assert read_settings(folder).path == str(folder)
+
+
+def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
+    assert read_settings(tmp_path) == TokenizerSettings()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (2**128 - 1, str(2**128 - 1)),
+        (2**128, "an integer of 129 bits"),
+        ("x" * 78, repr("x" * 78)),
+        ("x" * 79, "'" + "x" * 76 + "..."),
+        ([1], "list"),
+        ({}, "dict"),
+        (None, "None"),
+        (1.5, "1.5"),
+    ],
+)
+def test_how_a_wrong_value_is_shown(value: Any, shown: str) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        check_type(value, bool, "x")
+    assert str(caught.value) == f"x: expected true or false, got {shown}"
+
+
+def test_types_of_a_file() -> None:
+    """True is no integer; text has a UTF-8 form; what is absent is not checked."""
+    for value, kind in ((True, bool), (1, int), ("a", str), ([], list), ({}, dict)):
+        assert check_type(value, kind, "x") is value
+        assert get_optional({"x": value}, "x", kind) is value
+        with pytest.raises(TokenizerError, match=r"^x: expected .*, got "):
+            get_optional({"x": 0.5}, "x", kind)
+    with pytest.raises(TokenizerError, match=r"^x: expected an integer, got True$"):
+        check_type(True, int, "x")
+    with pytest.raises(TokenizerError, match=r"^x: character 1 is the lone surrogate U\+DFFF"):
+        check_type("a\udfff", str, "x")
+    assert get_optional({}, "x", int) is get_optional({"x": None}, "x", int) is None
+
+
+def test_the_file_that_an_error_names() -> None:
+    """The one being read, unless the error names one itself."""
+    for inner, outer, expected in ((None, "a", "a"), ("b", "a", "b"), ("b", None, "b"), (None, None, None)):
+        with pytest.raises(TokenizerError) as caught, errors_at(outer):
+            raise TokenizerError("wrong", path=inner, offset=3, field="f")
+        assert (caught.value.path, caught.value.offset, caught.value.field) == (expected, 3, "f")
+        assert caught.value.message == "wrong"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import decoders
 
 from bitnet_ref.errors import TokenizerError
 from bitnet_ref.tokenizers import Tokenizer
+from bitnet_ref.tokenizers.hf_json import read_decoder
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 from bitnet_ref.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from bitnet_ref.tokenizers.streaming import REPLACEMENT
+from bitnet_ref.tokenizers.streaming import (
+    REPLACEMENT,
+    ByteDetokenizer,
+    ByteRunDetokenizer,
+    PairDetokenizer,
+    WholeDetokenizer,
+)
 
 # Numbers in [0, 1), made ids by each tokenizer: half of them low, where byte and special tokens live.
 FRACTIONS = st.lists(st.tuples(st.booleans(), st.floats(0, 1, exclude_max=True)), max_size=16)
@@ -124,6 +133,68 @@ DECODERS = {
         "decoders": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}],
     },
 }
+
+
+def test_special_tokens_that_are_shown(kinds: dict[str, Tokenizer]) -> None:
+    for tokenizer in kinds.values():
+        bos, eos = tokenizer.bos_id, tokenizer.eos_ids[0]
+        decoder = tokenizer.stream_decoder(shown=[eos])
+        assert [decoder.push(token) for token in (bos, eos)] == ["", tokenizer.id_to_token(eos)]
+        decoder = tokenizer.stream_decoder(skip_special_tokens=False)
+        assert [decoder.push(token) for token in (bos, eos)] == [tokenizer.id_to_token(each) for each in (bos, eos)]
+
+
+STRIP = {"type": "Strip", "content": " ", "start": 2, "stop": 0}
+FALLBACK, JOINED = {"type": "ByteFallback"}, {"type": "Fuse"}
+SPACES = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+LETTERS = {"type": "Replace", "pattern": {"Regex": "x"}, "content": "y"}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "detokenizer"),
+    [
+        (None, PairDetokenizer),
+        ({"type": "ByteLevel"}, ByteDetokenizer),
+        ([SPACES, FALLBACK, JOINED, STRIP], ByteRunDetokenizer),
+        ([SPACES, SPACES, JOINED], ByteRunDetokenizer),
+        ([JOINED, STRIP], ByteRunDetokenizer),
+        ([LETTERS, JOINED], WholeDetokenizer),
+        ([JOINED, STRIP | {"stop": 1}], WholeDetokenizer),
+        ([JOINED, SPACES], WholeDetokenizer),
+        ([SPACES, STRIP], PairDetokenizer),
+        ({"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}, PairDetokenizer),
+        ([{"type": "ByteLevel"}, JOINED], WholeDetokenizer),
+        ({"type": "CTC"}, WholeDetokenizer),
+    ],
+)
+def test_the_soonest_detokenizer_of_a_decoder(decoder: Any, detokenizer: type) -> None:
+    """One that holds text back longer would be exact too, and later."""
+    table = {"type": "Sequence", "decoders": decoder} if isinstance(decoder, list) else decoder
+    assert type(read_decoder(table).detokenizer(str, lambda ids: "")) is detokenizer
+
+
+@pytest.mark.parametrize(
+    ("steps", "tokens", "text"),
+    [
+        ([SPACES, FALLBACK, JOINED], ["\u2581a", "<0xC3>", "<0xA9>", "<0x41>"], " aéA"),
+        ([SPACES, JOINED], ["\u2581a", "<0x41>"], " a<0x41>"),
+        ([SPACES, JOINED, STRIP], ["\u2581", "\u2581\u2581a", "\u2581b"], " a b"),
+        ([JOINED, STRIP], [" a", "  b"], "a  b"),
+        ([SPACES, FALLBACK, JOINED, STRIP], ["<0x20>", "<0x20>", "<0x20>", "a"], " a"),
+        ([SPACES, SPACES | {"pattern": {"String": "a"}, "content": ""}, JOINED], ["\u2581aba"], " b"),
+    ],
+)
+def test_a_llama_decoder_part_by_part(steps: list[Any], tokens: list[str], text: str) -> None:
+    decoding = read_decoder({"type": "Sequence", "decoders": steps})
+    machine = decoding.detokenizer(tokens.__getitem__, lambda ids: "")
+    assert "".join(map(machine.push, range(len(tokens)))) + machine.flush() == text
+    library = decoders.Sequence([decoder_of(step) for step in steps])
+    assert library.decode(tokens) == text
+
+
+def decoder_of(step: dict[str, Any]) -> Any:
+    table = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "decoder": step}
+    return LibraryTokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **table})).decoder
 
 
 @pytest.mark.parametrize("name", DECODERS)

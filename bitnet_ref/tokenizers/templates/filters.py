@@ -119,7 +119,6 @@ def _make_paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return iter(items)  # as in Jinja: true in a test, no length, walked once
         return budget.made(result)
 
-    filter_function.__name__ = name
     return filter_function
 
 

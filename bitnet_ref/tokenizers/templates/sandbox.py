@@ -120,7 +120,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return budget.made(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a macro, a function of GLOBALS, an allowed method, loop.cycle or loop.changed."""
+        """Call a macro, a function of GLOBALS, or an allowed method; of a loop these are cycle and changed."""
         budget = current.get()
         budget.step(len(args) + len(kwargs))  # f(*range(100000))
         # Compiled code also passes the loop's variables, for functions that take the context; none of ours does.
@@ -136,8 +136,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return budget.made(__obj(*args, **kwargs))
         owner: Any = getattr(__obj, "__self__", None)
         name: str = getattr(__obj, "__name__", "")
-        if isinstance(owner, LoopContext) and name in ("cycle", "changed"):
-            return budget.made(__obj(*args, **kwargs))
         if isinstance(__obj, _METHOD_TYPES) and __self.is_safe_attribute(owner, name, __obj):
             budget.read(owner)
             pay_search(name, owner, *args, *kwargs.values())
