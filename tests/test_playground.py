@@ -539,7 +539,7 @@ def test_the_first_text_plays_by_itself_and_an_empty_one_is_refused(browser, add
         assert 300 not in first.run("timers"), "what is read after a rest of the keys would stop the text"
         assert first.text("#banner") == "", "the page says that it loads while it writes"
         until_idle(first)
-        settings = first.run("[$('temperature').value, $('top_p').value, $('min_p').value, $('top_k').value].map(Number)")
+        settings = first.run("['temperature', 'top_p', 'min_p', 'top_k'].map((name) => Number($(name).value))")
         assert settings == [0.7, 0.95, 0, 0], "as bitnet-ref generate"
         assert len(first.run("playground.reading.ids.slice(playground.given)")) == 32
         assert first.text("#facts").startswith("32 new tokens")
