@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import BitNetRefError, FormatError
-from .crossval_command import load_reference, look_for_causes, trace_options
+from .crossval_command import VERDICT_STYLES, load_reference, look_for_causes, trace_options
 from .shell import BAD_FILE, DIFFERS, UNAVAILABLE, common_options, print_json, show, style_text, wants_json
 from .signals import INTERRUPTED, run_to_end
 
@@ -97,7 +97,7 @@ def _run(
         path = _find_trace(words, trace, written)
         crossing = cross_trace(model, path, causes=False, strict=strict)
         if not wants_json():
-            _say(crossing.verdict, {True: "green", False: "red", None: "yellow"}[crossing.agrees])
+            _say(crossing.verdict, VERDICT_STYLES[crossing.agrees])
         if not no_causes:
             look_for_causes(crossing, model, path, budget)
     except (OSError, BitNetRefError) as error:

@@ -435,6 +435,21 @@ def test_what_a_proof_computes(tmp_path):
             assert (proof.planes.equal, proof.planes.total, proof.planes.first) == (12, 14, "blocks.0.mlp.up_proj")
 
 
+def test_what_a_proof_says_of_configurations(tmp_path):
+    """What was, then what is; a number that is the same float32 is no problem, and is noted."""
+    plain = write_checkpoint(tmp_path / "plain", TINY)
+    for changes, config, problems in (
+        ({}, {}, []),
+        ({"rms_norm_eps": 0.5}, {"norm_eps": (1e-5, 0.5)}, ["config.norm_eps was 1e-05 and is 0.5"]),
+        ({"rms_norm_eps": float(np.float32(1e-5))}, {"norm_eps": (1e-5, float(np.float32(1e-5)))}, []),
+        ({"model_type": "mistral", "sliding_window": None, "bos_token_id": 2}, {}, []),
+    ):
+        changed = write_checkpoint(tmp_path / "changed", TINY | changes)
+        with open_checkpoint(plain) as source, open_checkpoint(changed) as written:
+            proof = prove(source, written, compute=False)
+        assert (proof.config, proof.problems) == (config, problems)
+
+
 def test_what_a_proof_says_of_tokenizers(tmp_path):
     """Of each thing that may differ, and of the model that has it."""
     sizes = {"vocab_size": 4096, "eos_token_id": 2}
