@@ -85,7 +85,9 @@ def contents(path: Path) -> dict[str, Any]:
         tensors = {}
         for name in file.tensors:
             array = file.read(name)
-            tensors[name] = f"{array.dtype} {list(array.shape)} {digest(np.ascontiguousarray(array).tobytes())}"
+            # the last bit of a power of doubles is not the same on every processor
+            same = array.astype(np.float32) if array.dtype == np.float64 else array
+            tensors[name] = f"{array.dtype} {list(array.shape)} {digest(np.ascontiguousarray(same).tobytes())}"
         nodes = [
             [
                 node.op_type,
