@@ -747,7 +747,7 @@ static void check_ruled(const kernel_set *set, int form, size_t units, size_t ro
     if (!extreme && random_u32() % 4 == 0) memset(x, 0, f->block * sizeof *x);
     for (size_t i = 0; !extreme && random_u32() % 4 == 0 && i < (size_t)f->block; i++) x[i] = ldexpf(x[i], -(int)between(20, 125));
     for (size_t m = 0; m < M; m++) {
-        if (ruled_token(x + m * K, K, f->block, tokens + m * token_bytes)) fail(set, "ruled_token", form, K, m);
+        if (set->ruled_token(x + m * K, K, f->block, tokens + m * token_bytes)) fail(set, "ruled_token", form, K, m);
         check_ruled_token(set, x + m * K, K, f->block, tokens + m * token_bytes);
     }
     set->ruled_panel(form, panel, K, tokens, token_bytes, M, rows, y, stride);
@@ -775,11 +775,11 @@ static void check_ruled(const kernel_set *set, int form, size_t units, size_t ro
         }
     const float bad[] = {NAN, INFINITY, -INFINITY};
     x[random_u32() % K] = bad[random_u32() % 3];
-    if (!ruled_token(x, K, f->block, tokens)) fail(set, "NaN is lost in a token", form, K, 0);
+    if (!set->ruled_token(x, K, f->block, tokens)) fail(set, "NaN is lost in a token", form, K, 0);
     for (size_t i = 0; i < K; i++) x[i] = 4e3f;
-    if (ruled_token(x, K, f->block, tokens) || (f->block == 32 && !ruled_token_overflows(tokens, K))) fail(set, "a token's large sum", form, K, 0);
+    if (set->ruled_token(x, K, f->block, tokens) || (f->block == 32 && !ruled_token_overflows(tokens, K))) fail(set, "a token's large sum", form, K, 0);
     x[K - 1] = 8.4e6f;
-    if (ruled_token(x, K, f->block, tokens) != (f->block == 32)) fail(set, "a token's large scale", form, K, 0);
+    if (set->ruled_token(x, K, f->block, tokens) != (f->block == 32)) fail(set, "a token's large scale", form, K, 0);
     free(panel), free(tokens), free(x), free(y);
 }
 

@@ -50,7 +50,6 @@ cdef extern from "kernels.h" nogil:
     const int N_RULED_FORMS, RULED_ROWS
     size_t ruled_unit_bytes(const ruled_form *)
     size_t ruled_token_bytes(int block, size_t K)
-    int ruled_token(const float *, size_t, int, uint8_t *)
     int ruled_token_overflows(const uint8_t *, size_t)
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS

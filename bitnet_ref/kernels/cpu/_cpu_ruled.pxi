@@ -68,7 +68,7 @@ cdef Py_ssize_t run_ruled(const void *call) noexcept nogil:
     else:
         with parallel(num_threads=team):  # a bad token is multiplied too, as zeros, and then reported
             for m in prange(c.M, schedule="static"):
-                is_bad[m] = ruled_token(c.x + m * c.K, c.K, c.block, tokens + m * token_bytes)
+                is_bad[m] = c.chosen.ruled_token(c.x + m * c.K, c.K, c.block, tokens + m * token_bytes)
                 if c.has_sums and not is_bad[m]:
                     is_bad[m] = ruled_token_overflows(tokens + m * token_bytes, c.K)
                 if is_bad[m]:

@@ -92,6 +92,7 @@ typedef struct {
     double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *, int32_t *);
     void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t,
                         double *, ternary_panel_fn, void *, const uint8_t *next);
+    int (*ruled_token)(const float *, size_t, int, uint8_t *);
     void (*ruled_panel)(int, const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, float *, size_t);
     void (*lora_down)(int, const void *, size_t, size_t, const float *, float *);
     void (*lora_up)(int, const void *, size_t, size_t, size_t, size_t, const float *, float *);
@@ -126,7 +127,7 @@ typedef struct {
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
         attend_##suffix, draw_##suffix, first_largest_##suffix, dense_pack_##suffix, dense_rows_##suffix,                                      \
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix,    \
-        ruled_panel_##suffix,                                                                              \
+        ruled_token_##suffix, ruled_panel_##suffix,                                                                        \
         lora_down_##suffix, lora_up_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix, lists) strip_rows_##suffix, strip_columns_##suffix, list_columns_##lists, list_gates_##lists

@@ -32,7 +32,15 @@
  *   sums in registers, 0.98 and 1.02.
  * Tried: without scales in a block, products of all 256 columns in one sum, which the offset is taken from once: TQ2_0 0.77
  *   to 0.88 of the speed, at 1, 8 and 64 tokens, as each product then waits for the last (Sapphire Rapids).
- * Not tried yet: two or four such sums; rounding tokens by vectors, 5-bit codes packed, dpbusd with AVX-VNNI (that set multiplies as AVX2 does). */
+ * AVX2, EPYC (Zen 3, 50 G multiply-adds/s of float32 at most) beside eight other programs, one thread's processor time, 576 x
+ *   1536 in L2, pairs in turn, equal bits: products widened to 16 bits and summed in 32, then these, G multiply-adds/s, and the
+ *   median of the pairs
+ *     1 token    Q8_0 16, 27, 1.6   Q4_0 20, 41, 2.1   Q4_1 20, 47, 2.4   Q5_0 22, 44, 1.9   Q4_K 23, 46, 2.0   Q6_K 20, 31, 1.4
+ *     64 tokens  Q8_0 24, 37, 1.7   Q4_0 32, 86, 2.8   Q4_1 31, 79, 2.5   Q5_0 26, 59, 2.4   Q4_K 24, 61, 2.7   Q6_K 23, 50, 2.3
+ *   Of that two vectors of rows, for which an input is broadcast once, are 1.1 to 1.2; sums in their order 1.24 to 1.41 of 4
+ *   bits and 1.0 to 1.16 of 8, because GCC 12 made a tree of them and spilled it. Without that order two vectors of rows were
+ *   0.87 to 1.09 for four tokens. Rounding tokens by vectors takes 0.41 to 0.45 of the time (blocks of 256: 0.6).
+ * Not tried yet: two or four such sums; 5-bit codes packed, dpbusd with AVX-VNNI (that set multiplies as AVX2 does). */
 #ifndef BITNET_REF_RULED_STEPS_H
 #define BITNET_REF_RULED_STEPS_H
 
@@ -47,15 +55,15 @@ typedef struct {
 
 enum { N_RULED_FORMS = 9 };
 static const ruled_form RULED_FORMS[N_RULED_FORMS] = {
-    {8, 255, 128, 32, 0, 0, 0},/* Q8_0 */
-    {4, 15, 8, 32, 0, 0, 0},   /* Q4_0 */
-    {4, 15, 0, 32, 0, 1, 0},   /* Q4_1 */
-    {8, 31, 16, 32, 0, 0, 0},  /* Q5_0 */
-    {2, 3, 1, 32, 0, 0, 0},    /* Q2_0, Q1_0 */
-    {4, 15, 0, 256, 32, 2, 0}, /* Q4_K */
-    {8, 31, 0, 256, 32, 2, 0}, /* Q5_K */
-    {8, 63, 32, 256, 16, 0, 1},/* Q6_K */
-    {2, 3, 1, 256, 0, 0, 0},   /* TQ1_0, TQ2_0 */
+    {8, 255, 128, 32, 0, 0, 0}, /* Q8_0 */
+    {4, 15, 8, 32, 0, 0, 0},    /* Q4_0 */
+    {4, 15, 0, 32, 0, 1, 0},    /* Q4_1 */
+    {8, 31, 16, 32, 0, 0, 0},   /* Q5_0 */
+    {2, 3, 1, 32, 0, 0, 0},     /* Q2_0, Q1_0 */
+    {4, 15, 0, 256, 32, 2, 0},  /* Q4_K */
+    {8, 31, 0, 256, 32, 2, 0},  /* Q5_K */
+    {8, 63, 32, 256, 16, 0, 1}, /* Q6_K */
+    {2, 3, 1, 256, 0, 0, 0},    /* TQ1_0, TQ2_0 */
 };
 
 static inline size_t ruled_unit_bytes(const ruled_form *f) {
@@ -66,59 +74,6 @@ static inline size_t ruled_unit_bytes(const ruled_form *f) {
 /* bytes of a token, a multiple of 64 */
 static inline size_t ruled_token_bytes(int block, size_t K) {
     return (K + K / (size_t)block * 4 + K / 16 * 4 + 63) / 64 * 64;
-}
-
-/* Rounds a token of K inputs by blocks. -> 0, or 1 if it holds NaN, Inf, or what float16 cannot scale */
-static int ruled_token(const float *x, size_t K, int block, uint8_t *out) {
-    int8_t *q = (int8_t *)out;
-    float *dx = (float *)(out + K);
-    void *sums = dx + K / (size_t)block;
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds half to even */
-    for (size_t k = 0; k < K; k += (size_t)block, x += block, q += block, dx++) {
-        uint32_t most = 0; /* |x| as its bits, which are ordered as |x| */
-        int at = 0;
-        for (int j = 0; j < block; j++) {
-            uint32_t bits;
-            memcpy(&bits, x + j, sizeof bits);
-            bits &= 0x7FFFFFFFu;
-            if (bits > most) most = bits, at = j;
-        }
-        float a, scale = 0, d = 0;
-        memcpy(&a, &most, sizeof a);
-        if (most >= 0x7F800000u) return 1;
-        if (a >= 0x1p-120f) {
-            if (block == 32) {
-                uint16_t half;
-                scale = 127 / a;
-                d = a / 127;
-                if (d >= 65520.0f) return 1;
-                kv_halves(&d, 1, &half);
-                half_to_float_plain(&half, 1, dx);
-            } else {
-                scale = -127 / x[at];
-                *dx = 1 / scale;
-            }
-        } else *dx = 0;
-        for (int j = 0; j < block; j++) {
-            const int v = (int)(x[j] * scale + magic - magic);
-            q[j] = (int8_t)(v > 127 ? 127 : v);
-        }
-        for (int j = 0; j < block; j += 16) {
-            int32_t sum = 0;
-            for (int i = 0; i < 16; i++) sum += q[j + i];
-            ((int32_t *)sums)[(k + (size_t)j) / 16] = sum;
-        }
-        if (block == 32) { /* Q8_1's s, beside the sums: of 16 columns each, the second is kept with the first */
-            int32_t *pair = (int32_t *)sums + k / 16;
-            const int32_t whole = pair[0] + pair[1];
-            float s = d * (float)whole;
-            uint16_t half;
-            pair[0] = whole;
-            if (s >= 65520.0f || s <= -65520.0f) pair[1] = 0x7F800000; /* an error for Q4_1 only */
-            else kv_halves(&s, 1, &half), half_to_float_plain(&half, 1, (float *)pair + 1);
-        }
-    }
-    return 0;
 }
 
 /* whether some s of a token is beyond float16 */
@@ -139,12 +94,14 @@ static int ruled_token_overflows(const uint8_t *token, size_t K) {
 
 /* With AVX2 products are of bytes and sums of 16 bits, two of a row, which hold those of RULED_RUN(f) times 4 columns:
  * |q| <= 127 of two columns each time. Codes with a large offset are multiplied as signed numbers. */
-typedef int8_t STEP(i8v) __attribute__((vector_size(STEP_BYTES)));
+typedef uint8_t STEP(u8v) __attribute__((vector_size(STEP_BYTES)));
 #if STEP_BYTES == 32
 #define RULED_SIGNED(f) (f.offset >= 32)
+enum { STEP(RULED_VECTORS) = 2 }; /* of rows, for which each input is broadcast once */
 #define RULED_RUN(f) (f.bits < 8 ? 8 : f.largest < 64 ? 4 : 1)
 #else
 #define RULED_SIGNED(f) 0
+enum { STEP(RULED_VECTORS) = 1 };
 #define RULED_RUN(f) (f.scaled == 16 ? 4 : 8)
 #endif
 
@@ -156,16 +113,13 @@ RULED_INLINE STEP(i32v) STEP(ruled_dot)(STEP(i32v) acc, STEP(i32v) w, int32_t x,
     const __m256i all = _mm256_set1_epi32(x), from = (__m256i)w;
     const __m256i pairs = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(from), _mm256_sign_epi8(all, from))
                                     : _mm256_maddubs_epi16(from, all);
-    return (STEP(i32v))_mm256_add_epi16((__m256i)acc, pairs);
+    __m256i sum = _mm256_add_epi16((__m256i)acc, pairs);
+    __asm__("" : "+x"(sum)); /* or GCC 12 adds in the order of a tree, for which the registers do not suffice */
+    return (STEP(i32v))sum;
 #else
     for (int j = 0; j < 4; j++) acc += (w >> 8 * j & 255) * (int32_t)(int8_t)((uint32_t)x >> 8 * j);
     return acc;
 #endif
-}
-
-/* 16 bytes of a unit, those of the rows of this register */
-RULED_INLINE STEP(i32v) STEP(ruled_bytes)(const uint8_t *p, const int is_signed) {
-    return is_signed ? STEP(signed_bytes)(p) : STEP(bytes)(p);
 }
 
 /* what the sums of a run are multiplied by: the scales at p, or 1 */
@@ -176,7 +130,8 @@ RULED_INLINE STEP(i32v) STEP(ruled_scales)(const uint8_t *p, const int scaled, c
     twice = _mm_unpacklo_epi8(twice, twice);
     return (STEP(i32v))(is_signed ? _mm256_cvtepi8_epi16(twice) : _mm256_cvtepu8_epi16(twice));
 #else
-    return scaled ? STEP(ruled_bytes)(p, is_signed) : (STEP(i32v)){0} + 1;
+    if (!scaled) return (STEP(i32v)){0} + 1;
+    return is_signed ? STEP(signed_bytes)(p) : STEP(bytes)(p);
 #endif
 }
 
@@ -189,76 +144,152 @@ RULED_INLINE STEP(i32v) STEP(ruled_add)(STEP(i32v) total, STEP(i32v) acc, STEP(i
 #endif
 }
 
-/* Rows `lane` on, as many as a register has lanes, of a panel times T tokens.   y: T rows of 16 */
+/* rounded to float16 */
+STEP_INLINE float STEP(as_half)(float v) {
+#if STEP_BYTES == 16
+    uint16_t half;
+    kv_halves(&v, 1, &half);
+    half_to_float_plain(&half, 1, &v);
+    return v;
+#else
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph(_mm_set_ss(v), _MM_FROUND_TO_NEAREST_INT)));
+#endif
+}
+
+/* Rounds a token of K inputs by blocks. -> 0, or 1 if it holds NaN, Inf, or what float16 cannot scale. The loops over a block
+ * are plain, so that compilers make vectors of them. */
+STEP_INLINE int STEP(ruled_token_of)(const float *x, size_t K, const int block, uint8_t *out) {
+    int8_t *q = (int8_t *)out;
+    float *dx = (float *)(out + K);
+    int32_t *sums = (int32_t *)(dx + K / (size_t)block);
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds half to even */
+    for (size_t k = 0; k < K; k += (size_t)block, x += block, q += block, dx++) {
+        uint32_t most = 0; /* |x| as its bits, which are ordered as |x| */
+        for (int j = 0; j < block; j++) {
+            uint32_t bits;
+            memcpy(&bits, x + j, sizeof bits);
+            bits &= 0x7FFFFFFFu;
+            most = bits > most ? bits : most;
+        }
+        float a, scale = 0, d = 0;
+        memcpy(&a, &most, sizeof a);
+        if (most >= 0x7F800000u) return 1;
+        *dx = 0;
+        if (a >= 0x1p-120f && block == 32) {
+            scale = 127 / a;
+            d = a / 127;
+            if (d >= 65520.0f) return 1;
+            *dx = STEP(as_half)(d);
+        } else if (a >= 0x1p-120f) {
+            int at = 0; /* the first of the largest */
+            while (fabsf(x[at]) != a) at++;
+            scale = -127 / x[at];
+            *dx = 1 / scale;
+        }
+        int32_t v[256];
+        for (int j = 0; j < block; j++) {
+            v[j] = (int32_t)(x[j] * scale + magic - magic);
+            v[j] = v[j] > 127 ? 127 : v[j];
+        }
+        for (int j = 0; j < block; j++) q[j] = (int8_t)v[j];
+        for (int j = 0; j < block; j += 16) {
+            int32_t sum = 0;
+            for (int i = 0; i < 16; i++) sum += v[j + i];
+            sums[(k + (size_t)j) / 16] = sum;
+        }
+        if (block == 32) { /* Q8_1's s, beside the sums: of 16 columns each, the second is kept with the first */
+            int32_t *pair = sums + k / 16;
+            const int32_t whole = pair[0] + pair[1];
+            float s = d * (float)whole;
+            pair[0] = whole;
+            if (s >= 65520.0f || s <= -65520.0f) pair[1] = 0x7F800000; /* an error for Q4_1 only */
+            else s = STEP(as_half)(s), memcpy(pair + 1, &s, sizeof s);
+        }
+    }
+    return 0;
+}
+
+STEP_TARGET static int STEP(ruled_token)(const float *x, size_t K, int block, uint8_t *out) {
+    return block == 32 ? STEP(ruled_token_of)(x, K, 32, out) : STEP(ruled_token_of)(x, K, 256, out);
+}
+
+/* RULED_VECTORS of rows, from `lane` on, of a panel times T tokens.   y: T rows of 16 */
 RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, const size_t K, const uint8_t *tokens,
                                    const size_t token_bytes, const int T, float *y, const int lane) {
+    enum { V = STEP(RULED_VECTORS), COUNT = V * RULED_TOKENS };
     const size_t codes = (size_t)(f.block * f.bits * RULED_ROWS / 8), bytes = ruled_unit_bytes(&f);
-    STEP(f32v) t[RULED_TOKENS], u[RULED_TOKENS];
-    STEP_UNROLL
-    for (int i = 0; i < T; i++) t[i] = u[i] = (STEP(f32v)){0};
+    STEP(f32v) t[COUNT], u[COUNT]; /* token by token */
+#define EACH STEP_UNROLL for (int i = 0; i < T * V; i++)
+    EACH t[i] = u[i] = (STEP(f32v)){0};
     for (size_t k = 0; k < K; k += (size_t)f.block, unit += bytes) {
-        STEP(i32v) total[RULED_TOKENS], minima[RULED_TOKENS];
+        STEP(i32v) total[COUNT], minima[COUNT];
         const uint8_t *scales = unit + codes + (f.term ? 64 : 32) + lane;
         const uint8_t *mins = scales + (f.scaled ? f.block / f.scaled * 16 : 0);
-        STEP_UNROLL
-        for (int i = 0; i < T; i++) total[i] = minima[i] = (STEP(i32v)){0};
+        EACH total[i] = minima[i] = (STEP(i32v)){0};
         for (int part = 0; part < f.block / 32; part++) { /* 32 columns */
             const uint8_t *from = unit + part * (f.bits * 64) + 4 * lane;
-            STEP(i32v) acc[RULED_TOKENS], s = {0}, m = {0};
+            STEP(i32v) acc[COUNT], s[V] = {{0}}, m[V] = {{0}};
             STEP_UNROLL
             for (int g = 0; g < 8; g++) { /* 4 columns */
                 const int group = f.scaled == 16 ? 2 * part + g / 4 : part; /* of columns with one scale */
                 if (g % (f.scaled == 16 ? 4 : 8) == 0) {
-                    s = STEP(ruled_scales)(scales + group * 16, f.scaled, f.is_signed);
-                    if (f.term == 2) m = STEP(bytes)(mins + part * 16);
                     STEP_UNROLL
-                    for (int i = 0; i < T; i++) {
-                        const int32_t *sums = (const int32_t *)(tokens + (size_t)i * token_bytes + K + K / (size_t)f.block * 4);
+                    for (int v = 0; v < V; v++) {
+                        s[v] = STEP(ruled_scales)(scales + group * 16 + v * STEP(FLOATS), f.scaled, f.is_signed);
+                        if (f.term == 2) m[v] = STEP(bytes)(mins + part * 16 + v * STEP(FLOATS));
+                    }
+                    EACH {
+                        const uint8_t *dx = tokens + (size_t)(i / V) * token_bytes + K;
+                        const int32_t *sums = (const int32_t *)(dx + K / (size_t)f.block * 4);
                         int32_t sum = sums[k / 16 + (size_t)(f.scaled == 16 ? group : 2 * part)];
                         if (f.block == 256 && f.scaled != 16) sum += sums[k / 16 + (size_t)(2 * part + 1)];
                         const STEP(i32v) of_all = (STEP(i32v)){0} + sum;
                         acc[i] = (STEP(i32v)){0};
                         if (f.offset && !RULED_SIGNED(f) && f.scaled) acc[i] -= f.offset * of_all;
                         if (f.offset && !RULED_SIGNED(f) && !f.scaled) total[i] -= f.offset * of_all;
-                        if (f.term == 2) minima[i] = STEP(ruled_add)(minima[i], m, of_all);
+                        if (f.term == 2) minima[i] = STEP(ruled_add)(minima[i], m[i % V], of_all);
                     }
                 }
-                STEP(i32v) w;
-                memcpy(&w, from + (f.bits == 8 ? g : f.bits == 4 ? g % 4 : g % 2) * 64, sizeof w);
-                if (f.bits == 4) w = (g / 4 ? w >> 4 : w) & 0x0F0F0F0F;
-                if (f.bits == 2) w = (w >> 2 * (g / 2)) & 0x03030303;
-                if (RULED_SIGNED(f)) w = (STEP(i32v))((STEP(i8v))w - (int8_t)f.offset); /* it wraps */
+                STEP(i32v) w[V];
                 STEP_UNROLL
-                for (int i = 0; i < T; i++) {
+                for (int v = 0; v < V; v++) {
+                    memcpy(&w[v], from + (f.bits == 8 ? g : f.bits == 4 ? g % 4 : g % 2) * 64 + v * STEP_BYTES, sizeof w[v]);
+                    if (f.bits == 4) w[v] = (g / 4 ? w[v] >> 4 : w[v]) & 0x0F0F0F0F;
+                    if (f.bits == 2) w[v] = (w[v] >> 2 * (g / 2)) & 0x03030303;
+                    if (RULED_SIGNED(f)) w[v] = (STEP(i32v))((STEP(u8v))w[v] - (uint8_t)f.offset); /* it wraps */
+                }
+                EACH {
                     int32_t x;
-                    memcpy(&x, tokens + (size_t)i * token_bytes + k + part * 32 + g * 4, sizeof x);
-                    acc[i] = STEP(ruled_dot)(acc[i], w, x, RULED_SIGNED(f));
+                    memcpy(&x, tokens + (size_t)(i / V) * token_bytes + k + part * 32 + g * 4, sizeof x);
+                    acc[i] = STEP(ruled_dot)(acc[i], w[i % V], x, RULED_SIGNED(f));
                 }
                 if ((g + 1) % RULED_RUN(f) == 0) {
-                    STEP_UNROLL
-                    for (int i = 0; i < T; i++) {
-                        total[i] = STEP(ruled_add)(total[i], acc[i], s);
+                    EACH {
+                        total[i] = STEP(ruled_add)(total[i], acc[i], s[i % V]);
                         acc[i] = (STEP(i32v)){0};
                     }
                 }
             }
         }
-        const STEP(f32v) d = STEP(weights)(unit + codes, (size_t)lane, 2);
-        const STEP(f32v) e = STEP(weights)(unit + codes, (size_t)lane + (f.term ? 16 : 0), 2);
+        STEP(f32v) d[V], e[V];
         STEP_UNROLL
-        for (int i = 0; i < T; i++) {
-            const float *dx = (const float *)(tokens + (size_t)i * token_bytes + K);
+        for (int v = 0; v < V; v++) {
+            d[v] = STEP(weights)(unit + codes, (size_t)(lane + v * STEP(FLOATS)), 2);
+            e[v] = STEP(weights)(unit + codes, (size_t)(lane + v * STEP(FLOATS)) + (f.term ? 16 : 0), 2);
+        }
+        EACH {
+            const float *dx = (const float *)(tokens + (size_t)(i / V) * token_bytes + K);
             const float scale = dx[k / (size_t)f.block];
-            t[i] += d * scale * STEP(to_floats)(total[i]);
-            if (f.term == 1) u[i] += e * dx[K / 32 + k / 16 + 1];
-            if (f.term == 2) u[i] += e * scale * STEP(to_floats)(minima[i]);
+            t[i] += d[i % V] * scale * STEP(to_floats)(total[i]);
+            if (f.term == 1) u[i] += e[i % V] * dx[K / 32 + k / 16 + 1];
+            if (f.term == 2) u[i] += e[i % V] * scale * STEP(to_floats)(minima[i]);
         }
     }
-    STEP_UNROLL
-    for (int i = 0; i < T; i++) {
+    EACH {
         if (f.term) t[i] += u[i];
-        memcpy(y + i * RULED_ROWS + lane, &t[i], sizeof t[i]);
+        memcpy(y + i / V * RULED_ROWS + lane + i % V * STEP(FLOATS), &t[i], sizeof t[i]);
     }
+#undef EACH
 }
 
 /* The 16 rows of a panel times M tokens.   y: `rows` of the 16, those of a token y_stride apart */
@@ -268,7 +299,7 @@ RULED_TARGET static void STEP(ruled_panel)(int form, const uint8_t *panel, size_
     for (size_t m = 0; m < M;) {
         const int T = M - m >= RULED_TOKENS ? RULED_TOKENS : 1;
         const uint8_t *some = tokens + m * token_bytes;
-        for (int lane = 0; lane < RULED_ROWS; lane += STEP_BYTES / 4) {
+        for (int lane = 0; lane < RULED_ROWS; lane += STEP(RULED_VECTORS) * STEP(FLOATS)) {
 #define FORM(n)                                                                                                        \
     case n:                                                                                                            \
         if (T == 1) STEP(ruled_rows)(RULED_FORMS[n], panel, K, some, token_bytes, 1, out, lane);                       \
