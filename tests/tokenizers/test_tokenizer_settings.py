@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import bitnet_ref.errors
-from bitnet_ref.errors import TokenizerError
+from bitnet_ref.errors import TokenizerError, describe
 from bitnet_ref.system.json_file import read_bounded
 from bitnet_ref.tokenizers import TokenizerSettings, load_tokenizer, read_settings
 from bitnet_ref.tokenizers.files import MAX_CONFIG_BYTES, check_type, errors_at, get_optional
@@ -145,23 +145,11 @@ def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
     assert read_settings(tmp_path) == TokenizerSettings()
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (2**128 - 1, str(2**128 - 1)),
-        (2**128, "an integer of 129 bits"),
-        ("x" * 78, repr("x" * 78)),
-        ("x" * 79, "'" + "x" * 76 + "..."),
-        ([1], "list"),
-        ({}, "dict"),
-        (None, "None"),
-        (1.5, "1.5"),
-    ],
-)
-def test_how_a_wrong_value_is_shown(value: Any, shown: str) -> None:
+@pytest.mark.parametrize("value", [2**400, "x" * 1000, [1], {"a": 2}, None, 1.5])
+def test_how_a_wrong_value_is_shown(value: Any) -> None:
     with pytest.raises(TokenizerError) as caught:
         check_type(value, bool, "x")
-    assert str(caught.value) == f"x: expected true or false, got {shown}"
+    assert str(caught.value) == f"x: expected true or false, got {describe(value)}"
 
 
 def test_types_of_a_file() -> None:
