@@ -28,14 +28,14 @@
 #ifndef BITNET_REF_DENSE_BLOCKS_H
 #define BITNET_REF_DENSE_BLOCKS_H
 
-enum { Q8_0 = 3, Q4_0, Q4_1, Q4_K, Q6_K, N_DENSE_KINDS }; /* before them: 0 float32, 1 bfloat16, 2 float16 */
+enum { Q8_0 = 3, Q4_0, Q5_0, Q4_1, Q4_K, Q6_K, N_DENSE_KINDS }; /* before them: 0 float32, 1 bfloat16, 2 float16 */
 
 typedef struct {
     size_t values, bytes; /* of a block */
 } dense_kind;
 
-static const dense_kind DENSE_KINDS[N_DENSE_KINDS] = {{1, 4},   {1, 2},   {1, 2},     {32, 34},
-                                                      {32, 18}, {32, 20}, {256, 144}, {256, 210}};
+static const dense_kind DENSE_KINDS[N_DENSE_KINDS] = {{1, 4},   {1, 2},   {1, 2},   {32, 34},  {32, 18},
+                                                      {32, 22}, {32, 20}, {256, 144}, {256, 210}};
 
 static inline size_t dense_row_bytes(int kind, size_t K) { return K / DENSE_KINDS[kind].values * DENSE_KINDS[kind].bytes; }
 
@@ -90,11 +90,48 @@ STEP_INLINE STEP(i32v) STEP(signed_bytes)(const uint8_t *p) {
 STEP_INLINE STEP(f32v) STEP(to_floats)(STEP(i32v) q) { return __builtin_convertvector(q, STEP(f32v)); }
 #endif
 
+/* The 32 integers q - 16 of a block of Q5_0, whose fifth bits have 4 bytes before the nibbles: where that bit is 0, the
+ * upper half of the byte is set, which is nibble - 16 */
+STEP_INLINE void STEP(fifth_bits)(const uint8_t *b, int8_t *quants) {
+#if STEP_BYTES > 16
+    const __m128i nibbles = _mm_loadu_si128((const __m128i *)(b + 6));
+    const __m256i down = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    const __m256i low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(nibbles), down), _mm256_set1_epi8(15));
+#endif
+#if STEP_BYTES == 64
+    const __mmask32 bits = (__mmask32)(read_pair(b + 2));
+    const __m256i q = _mm256_mask_sub_epi8(low, ~bits, low, _mm256_set1_epi8(16));
+    _mm256_storeu_si256((__m256i *)quants, q);
+    __asm__("" : "+m"(*(int8_t (*)[32])quants));
+#elif STEP_BYTES == 32
+    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    const __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)read_pair(b + 2)), byte), bit);
+    const __m256i upper = _mm256_andnot_si256(_mm256_cmpeq_epi8(bits, bit), _mm256_set1_epi8((char)0xF0));
+    _mm256_storeu_si256((__m256i *)quants, _mm256_or_si256(low, upper));
+#else
+    typedef uint8_t some __attribute__((vector_size(16)));
+    const uint64_t bit = 0x8040201008040201, all = 0x0101010101010101, bits = read_pair(b + 2);
+    some nibbles;
+    memcpy(&nibbles, b + 6, sizeof nibbles);
+    STEP_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const uint64_t of[2] = {(bits >> 16 * half & 255) * all & bit, (bits >> (16 * half + 8) & 255) * all & bit};
+        some is_set;
+        memcpy(&is_set, of, sizeof is_set);
+        const some q = (half ? nibbles >> 4 : nibbles & 15) | ((some)(is_set == 0) & 0xF0);
+        memcpy(quants + 16 * half, &q, sizeof q);
+    }
+#endif
+}
+
 /* What the weights of 256 columns, n of 32, are multiplied by: factors[j] for the j-th 32 (16 in Q6_K). What is added to
  * them follows: in Q4_1 each after its factor, in Q4_K after all.
- * quants: room for 256 integers, to which those of Q6_K are put together. */
+ * quants: room for 256 integers, to which those of Q5_0 and Q6_K are put together. */
 #if STEP_BYTES == 64
 STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int kind, float *factors, int8_t *quants) {
+    if (kind == Q5_0)
+        for (int j = 0; j < n; j++) STEP(fifth_bits)(b + 22 * j, quants + 32 * j);
     if (kind < Q4_K && n == 1) {
         const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128((int)read_pair(b)));
         _mm_storel_epi64((__m128i *)factors, (__m128i)two);
@@ -106,10 +143,12 @@ STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int ki
         const __m512i places = _mm512_castsi128_si512(_mm_setr_epi16(0, 9, 18, 27, 36, 45, 54, 63));
         const __m512i halves = _mm512_permutex2var_epi16(_mm512_loadu_si512(b), places, _mm512_loadu_si512(b + 64));
         _mm256_storeu_ps(factors, _mm256_cvtph_ps(_mm512_castsi512_si128(halves)));
-    } else if (kind == Q8_0) {
-        const __m512i places = _mm512_castsi128_si512(_mm_setr_epi16(0, 17, 34, 51, 0, 0, 0, 0));
-        for (int j = 0; j < 2; j++, b += 136) {
-            const __m512i four = _mm512_permutex2var_epi16(_mm512_loadu_si512(b), places, _mm512_loadu_si512(b + 64));
+    } else if (kind == Q8_0 || kind == Q5_0) { /* of four blocks in 136 or 88 bytes, the last 64 of which are the second */
+        const __m128i of_q8_0 = _mm_setr_epi16(0, 17, 34, 51, 0, 0, 0, 0), of_q5_0 = _mm_setr_epi16(0, 11, 22, 53, 0, 0, 0, 0);
+        const __m512i places = _mm512_castsi128_si512(kind == Q8_0 ? of_q8_0 : of_q5_0);
+        const int second = kind == Q8_0 ? 64 : 24;
+        for (int j = 0; j < 2; j++, b += kind == Q8_0 ? 136 : 88) {
+            const __m512i four = _mm512_permutex2var_epi16(_mm512_loadu_si512(b), places, _mm512_loadu_si512(b + second));
             _mm_storeu_ps(factors + 4 * j, _mm_cvtph_ps(_mm512_castsi512_si128(four)));
         }
     } else if (kind == Q6_K) {
@@ -152,6 +191,8 @@ STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int ki
 #else
 STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int kind, float *factors, int8_t *quants) {
     const size_t bytes = DENSE_KINDS[kind].bytes;
+    if (kind == Q5_0)
+        for (int j = 0; j < n; j++) STEP(fifth_bits)(b + j * bytes, quants + 32 * j);
     if (kind == Q4_1) { /* pairs of float16 */
         for (int j = 0; j < n; j += 4, b += 4 * bytes) {
             STEP(u32q) pairs = {read_pair(b)};
@@ -222,8 +263,8 @@ STEP_INLINE STEP(f32v) STEP(nibbles)(const uint8_t *p, const int is_high, const 
 #endif
 }
 
-/* How many columns a loop over the 256 takes at a time, in how many bytes (Q6_K's integers are read elsewhere), with
- * how many factors. In each such part the weights lie alike. */
+/* How many columns a loop over the 256 takes at a time, in how many bytes (those of `quants` are read elsewhere), with how
+ * many factors. In each such part the weights lie alike. */
 #define BLOCK_STEP(kind) (kind == Q4_K ? 64 : 32)
 #define BLOCK_STEP_BYTES(kind) (kind < Q4_K ? DENSE_KINDS[kind].bytes : kind == Q4_K ? 32 : 0)
 #define BLOCK_STEP_FACTORS(kind) (kind < Q4_1 ? 1 : 2)
@@ -232,6 +273,7 @@ STEP_INLINE STEP(f32v) STEP(nibbles)(const uint8_t *p, const int is_high, const 
 STEP_INLINE STEP(f32v) STEP(block_weights)(const uint8_t *b, const int i, const int kind, const float *f,
                                            const int8_t *quants) {
     if (kind == Q8_0) return STEP(to_floats)(STEP(signed_bytes)(b + 2 + i)) * f[0];
+    if (kind == Q5_0) return STEP(to_floats)(STEP(signed_bytes)((const uint8_t *)quants + i)) * f[0];
     if (kind == Q4_0) return STEP(nibbles)(b + 2 + i % 16, i / 16, kind, f[0], 0);
     if (kind == Q4_1) return STEP(nibbles)(b + 4 + i % 16, i / 16, kind, f[0], f[1]);
     if (kind == Q4_K) /* of each 64 values: 32 low nibbles, 32 high ones */
