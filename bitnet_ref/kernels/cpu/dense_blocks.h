@@ -28,14 +28,14 @@
 #ifndef BITNET_REF_DENSE_BLOCKS_H
 #define BITNET_REF_DENSE_BLOCKS_H
 
-enum { Q8_0 = 3, Q4_0, Q5_0, Q4_1, Q4_K, Q6_K, N_DENSE_KINDS }; /* before them: 0 float32, 1 bfloat16, 2 float16 */
+enum { Q8_0 = 3, Q4_0, Q5_0, Q4_1, Q4_K, Q5_K, Q6_K, N_DENSE_KINDS }; /* before them: 0 float32, 1 bfloat16, 2 float16 */
 
 typedef struct {
     size_t values, bytes; /* of a block */
 } dense_kind;
 
-static const dense_kind DENSE_KINDS[N_DENSE_KINDS] = {{1, 4},   {1, 2},   {1, 2},   {32, 34},  {32, 18},
-                                                      {32, 22}, {32, 20}, {256, 144}, {256, 210}};
+static const dense_kind DENSE_KINDS[N_DENSE_KINDS] = {{1, 4},   {1, 2},   {1, 2},     {32, 34},   {32, 18},
+                                                      {32, 22}, {32, 20}, {256, 144}, {256, 176}, {256, 210}};
 
 static inline size_t dense_row_bytes(int kind, size_t K) { return K / DENSE_KINDS[kind].values * DENSE_KINDS[kind].bytes; }
 
@@ -126,8 +126,8 @@ STEP_INLINE void STEP(fifth_bits)(const uint8_t *b, int8_t *quants) {
 }
 
 /* What the weights of 256 columns, n of 32, are multiplied by: factors[j] for the j-th 32 (16 in Q6_K). What is added to
- * them follows: in Q4_1 each after its factor, in Q4_K after all.
- * quants: room for 256 integers, to which those of Q5_0 and Q6_K are put together. */
+ * them follows: in Q4_1 each after its factor, in Q4_K and Q5_K after all.
+ * quants: room for 256 integers, to which those of Q5_0, Q5_K and Q6_K are put together. */
 #if STEP_BYTES == 64
 STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int kind, float *factors, int8_t *quants) {
     if (kind == Q5_0)
@@ -170,7 +170,7 @@ STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int ki
 #undef JOIN
         }
         __asm__("" : "+m"(*(int8_t (*)[256])quants));
-    } else { /* Q4_K. 6 bits each: four scales, four minima, the last ones' low nibbles, whose high bits are on top */
+    } else { /* Q4_K and Q5_K. 6 bits each: four scales, four minima, the last ones' low nibbles, whose high bits are on top */
         const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)b));
 #define FOURS(a, b, c, d) (__m512i)(STEP(i32v)){a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d}
         const STEP(i32v) in_four = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
@@ -185,6 +185,21 @@ STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int ki
         const __m512 two = _mm512_castps128_ps512(_mm_cvtph_ps(d_and_minus_e));
         _mm512_storeu_ps(factors, _mm512_mul_ps(_mm512_permutexvar_ps(FOURS(0, 0, 1, 1), two), _mm512_cvtepi32_ps(q)));
 #undef FOURS
+        if (kind == Q5_K) {
+            const __m512i down = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_setzero_si256(), 0);
+            const __m512i fifth = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(b + 16)));
+            STEP_UNROLL
+            for (int i = 0; i < 4; i++) { /* of each 64 values: 32 low nibbles, 32 high ones */
+                const __m512i two = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(b + 48 + 32 * i)));
+                const __m512i nibbles = _mm512_and_si512(_mm512_srlv_epi16(two, down), _mm512_set1_epi8(15));
+                const __m256i bit = _mm256_set1_epi8((char)(1 << 2 * i));
+                const __m512i bits = _mm512_inserti64x4(_mm512_set1_epi8((char)(2 << 2 * i)), bit, 0);
+                const __mmask64 is_set = _mm512_test_epi8_mask(fifth, bits);
+                const __m512i integers = _mm512_mask_add_epi8(nibbles, is_set, nibbles, _mm512_set1_epi8(16));
+                _mm512_storeu_si512(quants + 64 * i, integers);
+            }
+            __asm__("" : "+m"(*(int8_t (*)[256])quants));
+        }
     }
     __asm__("" : "+m"(*(float (*)[16])factors)); /* to be broadcast from memory: GCC 12 would shuffle registers */
 }
@@ -236,6 +251,20 @@ STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int ki
         const STEP(f32v) v = STEP(to_floats)(STEP(bytes)((const uint8_t *)bytes_of + i)) * (i < 8 ? d[0] : -d[1]);
         memcpy(factors + i, &v, sizeof v);
     }
+    if (kind == Q5_K) {
+        typedef uint8_t some __attribute__((vector_size(STEP_BYTES)));
+        STEP_UNROLL
+        for (int at = 0; at < 128; at += STEP_BYTES) { /* of each 64 values: 32 low nibbles, 32 high ones */
+            const int i = at / 32, bit = 2 * i;        /* in each byte of fifth bits, that of the high ones after it */
+            some nibbles, fifth;
+            memcpy(&nibbles, b + 48 + at, sizeof nibbles);
+            memcpy(&fifth, b + 16 + at % 32, sizeof fifth);
+            const some first = (nibbles & 15) | ((fifth >> bit & 1) << 4);
+            const some second = nibbles >> 4 | ((fifth >> (bit + 1) & 1) << 4);
+            memcpy(quants + 64 * i + at % 32, &first, sizeof first);
+            memcpy(quants + 64 * i + at % 32 + 32, &second, sizeof second);
+        }
+    }
 }
 #endif
 
@@ -267,18 +296,20 @@ STEP_INLINE STEP(f32v) STEP(nibbles)(const uint8_t *p, const int is_high, const 
  * many factors. In each such part the weights lie alike. */
 #define BLOCK_STEP(kind) (kind == Q4_K ? 64 : 32)
 #define BLOCK_STEP_BYTES(kind) (kind < Q4_K ? DENSE_KINDS[kind].bytes : kind == Q4_K ? 32 : 0)
-#define BLOCK_STEP_FACTORS(kind) (kind < Q4_1 ? 1 : 2)
+#define BLOCK_STEP_FACTORS(kind) (kind < Q4_1 || kind == Q5_K ? 1 : 2)
 
 /* the vector of weights at column i of the part at b, f and quants */
 STEP_INLINE STEP(f32v) STEP(block_weights)(const uint8_t *b, const int i, const int kind, const float *f,
                                            const int8_t *quants) {
     if (kind == Q8_0) return STEP(to_floats)(STEP(signed_bytes)(b + 2 + i)) * f[0];
-    if (kind == Q5_0) return STEP(to_floats)(STEP(signed_bytes)((const uint8_t *)quants + i)) * f[0];
     if (kind == Q4_0) return STEP(nibbles)(b + 2 + i % 16, i / 16, kind, f[0], 0);
     if (kind == Q4_1) return STEP(nibbles)(b + 4 + i % 16, i / 16, kind, f[0], f[1]);
     if (kind == Q4_K) /* of each 64 values: 32 low nibbles, 32 high ones */
         return STEP(nibbles)(b + 16 + i % 32, i / 32, kind, f[i / 32], f[8 + i / 32]);
-    return STEP(to_floats)(STEP(signed_bytes)((const uint8_t *)quants + i)) * f[i / 16];
+    const STEP(f32v) q = STEP(to_floats)(STEP(signed_bytes)((const uint8_t *)quants + i));
+    if (kind == Q5_0) return q * f[0];
+    if (kind == Q5_K) return STEP(fused)(q, f[0] - (STEP(f32v)){0}, f[8] - (STEP(f32v)){0});
+    return q * f[i / 16];
 }
 
 /* A function's text for each 256 columns of K, a multiple of 32, and each 32 of the rest. */

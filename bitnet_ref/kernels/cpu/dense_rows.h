@@ -453,8 +453,8 @@ STEP_INLINE STEP(f32v) STEP(signed_byte_of)(STEP(u32v) q, const size_t byte, STE
 }
 
 /* The at-th 16 bytes of 32 columns of FLOATS rows -> their columns: 4 of float32, 8 of 16 bits, 16 of int8, 32 of Q4_0 and
- * Q4_1, 16 of Q4_K, the low or the high nibbles. The `width` first rows of column c are stored to the first of the 8
- * places of its sum. factors: of these 32 columns; offset: Q4_1's and Q4_K's */
+ * Q4_1, 16 of Q4_K, the low or the high nibbles; int8 are also what `block_factors` put together. The `width` first rows of column c are stored to the first of the 8
+ * places of its sum. factors: of these 32 columns; offset: of Q4_1, Q4_K and Q5_K */
 STEP_INLINE void STEP(pack_16_bytes)(const int kind, const size_t at, const int is_high, const char *from, size_t stride,
                                      const STEP(f32v) *factors, STEP(f32v) offset, float *to, size_t width) {
     const size_t values = kind == 0 ? 1 : kind < Q8_0 ? 2 : kind == Q4_0 || kind == Q4_1 ? 8 : 4; /* in 32 bits */
@@ -469,6 +469,7 @@ STEP_INLINE void STEP(pack_16_bytes)(const int kind, const size_t at, const int 
         else if (kind == 1) v = (STEP(f32v))(part ? four[i] & 0xFFFF0000u : four[i] << 16);
         else if (kind == 2) v = STEP(half_of)(four[i], part);
         else if (kind == Q8_0 || kind == Q5_0) v = STEP(signed_byte_of)(four[i], byte, factors[0]);
+        else if (kind == Q5_K) v = STEP(signed_byte_of)(four[i], byte, factors[0]) + offset;
         else if (kind == Q6_K) v = STEP(signed_byte_of)(four[i], byte, factors[at]);
         else {
             v = STEP(low_nibbles)(four[i] >> (8 * byte + 4 * (part / 4 | is_high)), kind, factors[0], offset);
@@ -534,6 +535,10 @@ STEP_INLINE void STEP(pack_columns)(const int kind, const char *w, size_t rows, 
         } else if (kind == Q5_0) {
             stride = sizeof quants[0];
             PACK(0, 0, quants[0] + 32 * i, factors + i, none) PACK(1, 0, quants[0] + 32 * i, factors + i, none)
+        } else if (kind == Q5_K) {
+            stride = sizeof quants[0];
+            PACK(0, 0, quants[0] + 32 * i, factors + i, factors[8 + i])
+            PACK(1, 0, quants[0] + 32 * i, factors + i, factors[8 + i])
         } else if (kind == Q4_0) {
             PACK(0, 0, b + 2, factors + i, none)
         } else if (kind == Q4_1) {
@@ -568,7 +573,7 @@ STEP_TARGET static __attribute__((noinline)) void STEP(pack_panel)(panel_packing
     for (; p->done < done; p->done++)
         switch (p->kind) {
 #define PACK(kind) case kind: STEP(pack_part)(kind, p); break;
-            PACK(0) PACK(1) PACK(2) PACK(Q8_0) PACK(Q4_0) PACK(Q5_0) PACK(Q4_1) PACK(Q4_K) PACK(Q6_K)
+            PACK(0) PACK(1) PACK(2) PACK(Q8_0) PACK(Q4_0) PACK(Q5_0) PACK(Q4_1) PACK(Q4_K) PACK(Q5_K) PACK(Q6_K)
 #undef PACK
         }
 }
@@ -671,7 +676,7 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
     switch (kind) {
 #define FLOATS(kind) case kind: STEP(dense_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
 #define BLOCKS(kind) case kind: STEP(block_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
-        FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q5_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
+        FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q5_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q5_K) BLOCKS(Q6_K)
 #undef FLOATS
 #undef BLOCKS
     }
