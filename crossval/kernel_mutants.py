@@ -285,7 +285,14 @@ PLACES = {
         FOURS(0, ⟦48 → 32⟧, 0, 48)
         ((at & 32 ? ⟦pairs >> 2 → pairs⟧ : pairs) & 48)
         (first >> ⟦6 → 4⟧ & 0x03030303) << 4
-        if (⟦is_high → 0⟧) q >>= 4""",
+        if (⟦is_high → 0⟧) q >>= 4
+        _mm256_mask_sub_epi8(low, ⟦~bits → bits⟧, low
+        _mm256_andnot_si256(⟦_mm256_cmpeq_epi8(bits, bit) → bits⟧
+        ((some)⟦(is_set == 0) → (is_set != 0)⟧ & 0xF0)
+        of_q5_0 = _mm_setr_epi16(0, 11, 22, ⟦53 → 52⟧, 0, 0, 0, 0)
+        _mm512_mask_add_epi8(nibbles, ⟦is_set → 0⟧, nibbles
+        ((fifth >> (⟦bit + 1 → bit⟧) & 1) << 4)
+        f[0] - (STEP(f32v)){0}, ⟦f[8] → f[0]⟧""",
     "head_screen.h": r"""
         q[k + i] = (int8_t)(int32_t)⟦n[i] → 0⟧;
         r_squares[j] += ⟦r * r → 0⟧;

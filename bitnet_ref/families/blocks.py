@@ -301,14 +301,14 @@ class BlockType(NamedTuple):
 BLOCK_TYPES = {
     "Q8_0": BlockType(3, 32, 34, (0,), _q8_0),
     "Q4_0": BlockType(4, 32, 18, (0,), _q4_0),
-    "Q4_1": BlockType(5, 32, 20, (0, 2), _q4_1),
-    "Q4_K": BlockType(6, 256, 144, (0, 2), _q4_k),
-    "Q6_K": BlockType(7, 256, 210, (208,), _q6_k),
+    "Q5_0": BlockType(5, 32, 22, (0,), _q5_0),
+    "Q4_1": BlockType(6, 32, 20, (0, 2), _q4_1),
+    "Q4_K": BlockType(7, 256, 144, (0, 2), _q4_k),
+    "Q5_K": BlockType(8, 256, 176, (0, 2), _q5_k),
+    "Q6_K": BlockType(9, 256, 210, (208,), _q6_k),
 }
-# Those that stay in blocks by ggml's rule only: as floats they are faster, or packed in another way
+# Those that stay in blocks by ggml's rule only: in floats they are packed in another way
 RULED_TYPES = {
-    "Q5_0": BlockType(None, 32, 22, (0,), _q5_0),
-    "Q5_K": BlockType(None, 256, 176, (0, 2), _q5_k),
     "TQ1_0": BlockType(None, 256, 54, (52,), _ternary(tq1_0_codes, 52)),
     "TQ2_0": BlockType(None, 256, 66, (64,), _ternary(tq2_0_codes, 64)),
     "Q2_0": BlockType(None, 64, 18, (0,), _ternary(q2_0_codes, 0)),

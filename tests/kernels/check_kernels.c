@@ -480,7 +480,7 @@ static void widen_blocks(int kind, const uint8_t *row, size_t K, float *out) {
                 memcpy(out + k + at + i, &v, sizeof v);                                                                \
             }                                                                                                          \
         break;
-            WIDEN(Q8_0) WIDEN(Q4_0) WIDEN(Q4_1) WIDEN(Q4_K) WIDEN(Q6_K)
+            WIDEN(Q8_0) WIDEN(Q4_0) WIDEN(Q5_0) WIDEN(Q4_1) WIDEN(Q4_K) WIDEN(Q5_K) WIDEN(Q6_K)
 #undef WIDEN
         }
     }
@@ -494,7 +494,7 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
     for (size_t i = 0; i < rows * n; i++) {
         char *block = w + i * size;
         if (kind < Q8_0) random_weight(kind, block);
-        else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K ? 3 : 1] &= (char)0xBB; /* finite */
+        else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K || kind == Q5_K ? 3 : 1] &= (char)0xBB; /* finite */
     }
     float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *row = allocate(K * sizeof *row);
     float *wide = M > 1 ? allocate(64 * packed_columns(K) * sizeof *wide) : NULL;
@@ -816,9 +816,9 @@ int main(int argc, char **argv) {
                 check_dense(set, round / 4 % 3, between(1, 40), between(DENSE_COLUMNS, 3 * DENSE_COLUMNS), between(2, 20));
             if (round % 3 == 0) /* lanes of rows, with what is left of 32 columns, and without */
                 check_dense(set, round / 3 % 3, between(1, 110), between(1, 700), between(7, 60));
-            check_dense(set, Q8_0 + round % 5, between(1, 110), 256 * between(1, 3), between(7, 40));
-            check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
-            check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));
+            check_dense(set, Q8_0 + round % (N_DENSE_KINDS - Q8_0), between(1, 110), 256 * between(1, 3), between(7, 40));
+            check_dense(set, Q8_0 + round % (N_DENSE_KINDS - Q8_0), between(1, 20), 32 * between(1, 20), between(1, 8));
+            check_dense(set, Q4_K + round % 3, between(1, 20), 256 * between(1, 3), between(1, 8));
             for (int form = 0; form < N_RULED_FORMS; form++)
                 check_ruled(set, form, between(1, RULED_FORMS[form].block == 32 ? 9 : 3), between(1, RULED_ROWS), between(1, 9), 0);
             check_tiles(set, between(1, 70), 32 * between(1, 12), between(1, round % 4 ? 20 : 70), round % 3);

@@ -453,8 +453,8 @@ STEP_INLINE STEP(f32v) STEP(signed_byte_of)(STEP(u32v) q, const size_t byte, STE
 }
 
 /* The at-th 16 bytes of 32 columns of FLOATS rows -> their columns: 4 of float32, 8 of 16 bits, 16 of int8, 32 of Q4_0 and
- * Q4_1, 16 of Q4_K, the low or the high nibbles. The `width` first rows of column c are stored to the first of the 8
- * places of its sum. factors: of these 32 columns; offset: Q4_1's and Q4_K's */
+ * Q4_1, 16 of Q4_K, the low or the high nibbles; int8 are also what `block_factors` put together. The `width` first rows of column c are stored to the first of the 8
+ * places of its sum. factors: of these 32 columns; offset: of Q4_1, Q4_K and Q5_K */
 STEP_INLINE void STEP(pack_16_bytes)(const int kind, const size_t at, const int is_high, const char *from, size_t stride,
                                      const STEP(f32v) *factors, STEP(f32v) offset, float *to, size_t width) {
     const size_t values = kind == 0 ? 1 : kind < Q8_0 ? 2 : kind == Q4_0 || kind == Q4_1 ? 8 : 4; /* in 32 bits */
@@ -468,7 +468,9 @@ STEP_INLINE void STEP(pack_16_bytes)(const int kind, const size_t at, const int 
         if (kind == 0) v = (STEP(f32v))four[i];
         else if (kind == 1) v = (STEP(f32v))(part ? four[i] & 0xFFFF0000u : four[i] << 16);
         else if (kind == 2) v = STEP(half_of)(four[i], part);
-        else if (kind == Q8_0 || kind == Q6_K) v = STEP(signed_byte_of)(four[i], byte, factors[kind == Q6_K ? at : 0]);
+        else if (kind == Q8_0 || kind == Q5_0) v = STEP(signed_byte_of)(four[i], byte, factors[0]);
+        else if (kind == Q5_K) v = STEP(signed_byte_of)(four[i], byte, factors[0]) + offset;
+        else if (kind == Q6_K) v = STEP(signed_byte_of)(four[i], byte, factors[at]);
         else {
             v = STEP(low_nibbles)(four[i] >> (8 * byte + 4 * (part / 4 | is_high)), kind, factors[0], offset);
             if (values == 8) c = part / 4 * 16 + i * 4 + byte;
@@ -505,7 +507,8 @@ STEP_INLINE void STEP(pack_columns)(const int kind, const char *w, size_t rows, 
             const uint8_t *b = (const uint8_t *)from + r * stride;
             if (n == COLUMNS) STEP(block_factors)(b, 8, kind, of_rows[r], quants[r]);
             for (size_t i = 0; n < COLUMNS && i < n / 32; i++)
-                STEP(block_factors)(b + i * dense_row_bytes(kind, 32), 1, kind, of_rows[r] + (kind == Q4_1 ? 2 * i : i), quants[r]);
+                STEP(block_factors)(b + i * dense_row_bytes(kind, 32), 1, kind, of_rows[r] + (kind == Q4_1 ? 2 * i : i),
+                                    quants[r] + 32 * i);
         }
         for (size_t i = 0; i < 4; i++) {
             STEP(u32v) bits[4]; /* an array of its own: a compiler may take writes of integers to leave floats alone */
@@ -529,6 +532,13 @@ STEP_INLINE void STEP(pack_columns)(const int kind, const char *w, size_t rows, 
         } else if (kind == Q6_K) {
             stride = sizeof quants[0];
             PACK(0, 0, quants[0] + 32 * i, factors + 2 * i, none) PACK(1, 0, quants[0] + 32 * i, factors + 2 * i, none)
+        } else if (kind == Q5_0) {
+            stride = sizeof quants[0];
+            PACK(0, 0, quants[0] + 32 * i, factors + i, none) PACK(1, 0, quants[0] + 32 * i, factors + i, none)
+        } else if (kind == Q5_K) {
+            stride = sizeof quants[0];
+            PACK(0, 0, quants[0] + 32 * i, factors + i, factors[8 + i])
+            PACK(1, 0, quants[0] + 32 * i, factors + i, factors[8 + i])
         } else if (kind == Q4_0) {
             PACK(0, 0, b + 2, factors + i, none)
         } else if (kind == Q4_1) {
@@ -563,7 +573,7 @@ STEP_TARGET static __attribute__((noinline)) void STEP(pack_panel)(panel_packing
     for (; p->done < done; p->done++)
         switch (p->kind) {
 #define PACK(kind) case kind: STEP(pack_part)(kind, p); break;
-            PACK(0) PACK(1) PACK(2) PACK(Q8_0) PACK(Q4_0) PACK(Q4_1) PACK(Q4_K) PACK(Q6_K)
+            PACK(0) PACK(1) PACK(2) PACK(Q8_0) PACK(Q4_0) PACK(Q5_0) PACK(Q4_1) PACK(Q4_K) PACK(Q5_K) PACK(Q6_K)
 #undef PACK
         }
 }
@@ -666,7 +676,7 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
     switch (kind) {
 #define FLOATS(kind) case kind: STEP(dense_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
 #define BLOCKS(kind) case kind: STEP(block_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
-        FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
+        FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q5_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q5_K) BLOCKS(Q6_K)
 #undef FLOATS
 #undef BLOCKS
     }
