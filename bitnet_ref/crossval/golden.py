@@ -11,6 +11,7 @@ instead, or round those of a model that was trained with floats, give other logi
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -41,7 +42,6 @@ from .explain.hypotheses.activations import BlockwiseBackend
 from .names import linear_input
 
 TILE_WIDTHS = {"gguf-tl1": 64, "gguf-tl2": 96}  # BK of the kernel_config.ini beside such a file
-README = (ASSETS / "golden.md").read_text(encoding="utf-8")  # of the folder
 TOLERANCE = 3e-4  # of a logit: float32 sums in another order
 _VOCABULARY, _TOKENS = 64, 8
 _MARGIN = 1e-5  # from a rounding boundary: no float32 engine rounds an activation to its other neighbour
@@ -295,7 +295,7 @@ def write_golden(out: Path) -> list[GoldenFile]:
             "files": [file._asdict() for file in files],
         }
         (folder / "files.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(README, encoding="utf-8")
+        shutil.copyfile(ASSETS / "golden.md", folder / "README.md")
     return files
 
 
