@@ -152,7 +152,8 @@ LOGITS_ROUNDING |= {"8-bit activations": 0.052, "float16 activations": 0.0012, "
 # Three times what was measured: of 600 drawn flips of one int8 of storyteller half moved a logit by 0.09 or more,
 # one by 0.27, and the token that was then the likeliest was at most 0.05 behind the best.
 NEAR_TIE = 0.15
-# Of the spread of a row's logits, which is 2.0 and more for storyteller; where it is small, logits move by less.
+# A near tie is also at most this share of the standard deviation of the row's logits (2.0 and more for storyteller):
+# where that is small, a flip moves logits by less.
 NEAR_TIE_SHARE = 0.05
 # Two logits of an engine in a narrow float: each off by LOGITS_ROUNDING of the row's size, and so many times that.
 NARROW_TIE = 6

@@ -334,9 +334,9 @@ def test_which_adapter_is_put_on(files, asked, expected, tmp_path):
         ("x.bitnet.safetensors", False),
     ):
         (folder / name).touch()
-        found = adapters.find_adapter(folder / name, given)
+        weights_and_adapter = adapters.find_adapter(folder / name, given)
         beside = places[expected[1]] if is_folders or asked not in (None, "none") else None
-        assert found == (folder / name, beside)
+        assert weights_and_adapter == (folder / name, beside)
 
 
 def test_the_base_that_an_adapter_names(tmp_path):

@@ -277,17 +277,17 @@ BITNET_CPP = "GGUF dialect: bitnet.cpp (tensor type {} there, and unused in llam
     ],
 )
 def test_the_dialect_of_type_ids(types, words):
-    said = []
-    check_dialect(file_of(**types), said)
-    assert said == words
+    notes = []
+    check_dialect(file_of(**types), notes)
+    assert notes == words
 
 
 def test_type_39_without_a_scale_is_llama_cpps():
-    file, said = file_of(a="TL2/MXFP4"), []
+    file, notes = file_of(a="TL2/MXFP4"), []
     file.tensors["a"].type = MXFP4
-    check_dialect(file, said)
+    check_dialect(file, notes)
     words = "tensor type 39 without a tensor of its scale is MXFP4, not TL2"
-    assert said == [f"GGUF dialect: llama.cpp ({words})"]
+    assert notes == [f"GGUF dialect: llama.cpp ({words})"]
 
 
 ASSUMED = "activations: int8, as each matrix has a single scale; if the model was trained with floats, as TriLM and "
@@ -315,9 +315,9 @@ ASSUMED += 'BitCPM were, load it with activations="float"'
     ],
 )
 def test_how_inputs_are_taken(metadata, in_doubt, activations, floats, words):
-    said = []
-    assert evidence._choose_float_inputs(file_of(metadata), in_doubt, activations, said) is floats
-    assert said == words
+    notes = []
+    assert evidence._choose_float_inputs(file_of(metadata), in_doubt, activations, notes) is floats
+    assert notes == words
 
 
 @pytest.mark.parametrize(
@@ -332,23 +332,23 @@ def test_how_inputs_are_taken(metadata, in_doubt, activations, floats, words):
 )
 def test_the_layers_that_show_a_layout(layers, looked_at, monkeypatch):
     """Eight of them, from the first to the last, until it is clear."""
-    seen, said = [], []
-    monkeypatch.setattr(evidence, "_compare_layouts", lambda file, config, index, norm, comparison: seen.append(index))
+    asked, notes = [], []
+    monkeypatch.setattr(evidence, "_compare_layouts", lambda file, config, index, norm, comparison: asked.append(index))
     file, config = file_of(**{"blk.0.attn_q.weight": "I2_S"}), SimpleNamespace(num_hidden_layers=layers)
     file.tensors["blk.0.attn_q.weight"].shape = (4, 128)
-    assert find_i2_s_layout(file, config, None, lambda name: None, said) == "x86"
-    assert seen == looked_at
-    assert said == ["I2_S layout: x86 assumed, as there was nothing to compare"]
+    assert find_i2_s_layout(file, config, None, lambda name: None, notes) == "x86"
+    assert asked == looked_at
+    assert notes == ["I2_S layout: x86 assumed, as there was nothing to compare"]
 
     def decide(file, config, index, norm, comparison):
-        seen.append(index)
-        comparison.comparisons, comparison.sums["arm"] = 1, 50.0 * len(seen)
+        asked.append(index)
+        comparison.comparisons, comparison.sums["arm"] = 1, 50.0 * len(asked)
 
-    seen.clear()
+    asked.clear()
     monkeypatch.setattr(evidence, "_compare_layouts", decide)
-    assert find_i2_s_layout(file, config, None, lambda name: None, said) == "arm"
-    assert seen == [0]
-    assert find_i2_s_layout(file_of(), config, "arm", lambda name: None, said) == "x86"  # nothing is in a layout
+    assert find_i2_s_layout(file, config, None, lambda name: None, notes) == "arm"
+    assert asked == [0]
+    assert find_i2_s_layout(file_of(), config, "arm", lambda name: None, notes) == "x86"  # nothing is in a layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -470,14 +470,14 @@ def test_signalling_nans_of_bfloat16(tmp_path, bits):
 
 def beside(folder, modules=None, pooling=None):
     """What the files of sentence-transformers say: the fields of the configuration that they change."""
-    plain = read_folder_config(write_checkpoint(folder, TINY) / "config.json")
+    plain = asdict(read_folder_config(write_checkpoint(folder, TINY) / "config.json"))
     if modules is not None:
         (folder / "modules.json").write_text(modules if isinstance(modules, str) else json.dumps(modules))
     if pooling is not None:
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    found = asdict(read_folder_config(folder / "config.json"))
-    return {name: value for name, value in found.items() if value != asdict(plain)[name]}
+    changed = asdict(read_folder_config(folder / "config.json"))
+    return {name: value for name, value in changed.items() if value != plain[name]}
 
 
 def kinds(*names):

@@ -304,8 +304,8 @@ def test_what_is_no_dequantizer(tensors, attributes, message, tmp_path):
 def test_a_dequantizer_of_every_width(dtype, tmp_path):
     q = np.array([[0, 1], [2, np.iinfo(dtype).max]], dtype)
     node = helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"])
-    found = constants(tmp_path, node, arrays_of(q=q, s=np.float32([2.0]), z=np.array([1], dtype))).value("y")
-    np.testing.assert_array_equal(found, (q.astype(np.float32) - 1) * 2)
+    dequantized = constants(tmp_path, node, arrays_of(q=q, s=np.float32([2.0]), z=np.array([1], dtype))).value("y")
+    np.testing.assert_array_equal(dequantized, (q.astype(np.float32) - 1) * 2)
 
 
 CODES, SCALES = np.arange(8 * 3 * 8).astype(np.uint8).reshape(8, 3, 8), np.ones((8, 3), np.float32)
@@ -360,8 +360,8 @@ def test_a_matrix_of_blocks_number_by_number(bits, zeros, tmp_path):
     of_floats = rng(bits, 3).random((n, 3)).astype(np.float32)
     given = {"middle": {}, "packed": {"z": points}, "floats": {"z": of_floats}}[zeros]
     node = helper.make_node("MatMulNBits", ["x", "b", "s", *given], ["y"], N=n, K=k, bits=bits, block_size=block)
-    found = constants(tmp_path, node, arrays_of(b=codes, s=scales, **given)).matrix(node)
-    assert found.shape == (n, k)
+    matrix = constants(tmp_path, node, arrays_of(b=codes, s=scales, **given)).matrix(node)
+    assert matrix.shape == (n, k)
 
     def number(data, index):
         return int(data[index * bits // 8]) >> (index * bits % 8) & (1 << bits) - 1
@@ -371,7 +371,7 @@ def test_a_matrix_of_blocks_number_by_number(bits, zeros, tmp_path):
             at = j // block
             zero = {"middle": 1 << (bits - 1), "packed": number(points[i], at), "floats": of_floats[i, at]}[zeros]
             expected = (np.float32(number(codes[i, at], j % block)) - np.float32(zero)) * scales[i, at]
-            assert found[i, j] == expected
+            assert matrix[i, j] == expected
 
 
 def test_four_bits_are_what_is_not_said(tmp_path):

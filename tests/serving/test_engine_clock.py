@@ -193,7 +193,7 @@ def test_a_reader_that_is_behind_pauses_its_request(drive):
     assert driven.gauges() == (1, 0, 0)
     driven.step()
     assert driven.gauges() == (0, 0, 1)
-    stream._want_all()  # whoever waits for the result does not read chunks
+    stream._want_all()  # what `result` calls first: its caller reads no chunks, so the engine must not wait for that
     driven.step(14)
     assert stream.done
     assert stream.result().stats.generated_tokens == 20
@@ -250,7 +250,7 @@ def test_what_is_cancelled_says_how_far_it_came(drive):
             handle.result()
     assert [story.state for story in driven.engine.stories] == ["abort", "abort"]
     assert [story.start_s for story in driven.engine.stories] == [100.0, None]
-    assert driven.engine.metrics.histograms["request_prompt_tokens"].count == 1  # of those that began
+    assert driven.engine.metrics.histograms["request_prompt_tokens"].count == 1  # the second request never began
     assert driven.engine.metrics.histograms["e2e_request_latency_seconds"].count == 2
     assert driven.gauges() == (0, 0, 0)
 
@@ -274,7 +274,7 @@ def test_a_draining_engine_ends_what_it_has(drive):
     driven.step()
     assert driven.gauges() == (0, 0, 1)
     driven.engine.close(drain=True)
-    driven.step(2)  # though nobody reads
+    driven.step(2)  # a draining engine does not wait for the reader of a stream
     assert stream.done
     assert not driven.worker._admit_arrivals()
     assert len(list(stream)) == 3

@@ -79,7 +79,7 @@ def _scaled(part: str, c: float) -> Edit:
     return by_inputs(lambda x, long, shape: x._replace(**{part: getattr(x, part) * c}))
 
 
-# Of the sum of squares, which q and k are divided by the root of: how a constant may be in it.
+# Lengths by which q and k are divided: (text, the length from the sum of squares and a constant, right, log and starts of Family)
 _LENGTHS_BY: tuple[tuple[str, Callable[[Floats, float], Floats], float, bool, tuple[float, ...]], ...] = (
     ("DeltaNet's q and k are divided by another length: {c} is added to the length of each", lambda squares, c: np.sqrt(squares) + c, 0, False, (1e-6, 1e-3, 0.1)),
     ("DeltaNet's q and k are divided by another length: {c} is the least length of each", lambda squares, c: np.maximum(np.sqrt(squares), c), 0, False, (1e-6, 1e-3, 0.1)),
