@@ -203,9 +203,10 @@ class Checkpoint(Closeable, ABC):
     def checked_scale(self, tensor: str, scale: Any) -> np.float32:
         """`scale` as float32. FormatError unless it and its reciprocal are finite and above zero."""
         with np.errstate(over="ignore", divide="ignore"):
-            if not scale > 0 or not np.isfinite(np.float32(1.0) / np.float32(scale)):
-                raise self.fail(tensor, f"expected a scale above zero, got {scale}")
-        return np.float32(scale)
+            single = np.float32(scale)
+            if not (0 < single < np.inf and np.float32(1) / single < np.inf):
+                raise self.fail(tensor, f"expected a finite scale above zero, got {scale}")
+        return single
 
     def check_codes(self, tensor: str, packed: NDArray[np.uint8]) -> None:
         """FormatError if a 2-bit code of `packed` is 3."""

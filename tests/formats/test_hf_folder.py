@@ -643,8 +643,8 @@ def test_the_smallest_and_largest_scale(tmp_path):
     with HfCheckpoint(write_checkpoint(tmp_path, TINY)) as checkpoint:
         for scale in (2.0**-127, 1e-38, 1.0, 3.4e38):
             assert checkpoint.checked_scale("x", np.float32(scale)) == np.float32(scale)
-        for scale in (2.0**-129, 0.0, -1.0, np.nan):
-            with pytest.raises(FormatError, match="expected a scale above zero, got "):
+        for scale in (2.0**-129, 0.0, -1.0, np.inf, np.nan):
+            with pytest.raises(FormatError, match="expected a finite scale above zero, got "):
                 checkpoint.checked_scale("x", np.float32(scale))
 
 

@@ -19,12 +19,13 @@ def judged_by_table(name: str) -> None:
 
     @exercise(name)
     def judge(answer: Any) -> str:
+        if "stems" in text:
+            expect_word(answer, text["stems"], text["mistakes"], text["hint"])
+            return str(text["right"])
         solution: dict[str, Any] = {}
         exec(text["solution"], solution)
         if "choices" in text:
             expect_set(answer, solution[text["answer"]], text["choices"])
-        elif "stems" in text:
-            expect_word(answer, text["stems"], text["mistakes"], text["hint"])
         else:
             expect_number(answer, solution[text["answer"]], mistakes=text["mistakes"], hint=text["hint"])
         return str(text["right"])
