@@ -661,6 +661,20 @@ def test_errors_have_the_documented_form(server):
             assert isinstance(answer["error"], kinds[documented["properties"]["error"]["type"]]), path
 
 
+def test_the_seed_minus_one_is_a_random_one(ask):
+    """As in vLLM, llama-server and Ollama."""
+    options = {"num_predict": 12, "seed": -1, "temperature": 2}
+    bodies = {
+        "/v1/completions": {"prompt": "Once", "max_tokens": 12, "seed": -1, "temperature": 2},
+        "/completion": {"prompt": "Once", "n_predict": 12, "seed": -1, "temperature": 2},
+        "/api/generate": {"prompt": "Once", "raw": True, "stream": False, "options": options},
+    }
+    for path, body in bodies.items():
+        answers = [ask(path, body) for _ in range(3)]
+        texts = [each.get("content", each.get("response")) or each["choices"][0]["text"] for each in answers]
+        assert len(set(texts)) > 1, path
+
+
 def test_whole_numbers_may_have_a_point(ask):
     """JSON Schema takes 1.0 for an integer, where no list of parameters refuses it."""
     assert len(ask("/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1.0})["results"]) == 1
