@@ -40,8 +40,11 @@ def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDAr
     return vectors[0] if single else vectors
 
 
-def token_rows(model: LoadedModel, parts: Sequence[Prompt], prompt: str | None = None) -> list[NDArray[np.int64]]:
-    """The ids of each text as an embedding model takes it; ids as they are. prompt: as of `embed`."""
+def token_rows(
+    model: LoadedModel, parts: Sequence[Prompt], prompt: str | None = None, any_length: bool = False
+) -> list[NDArray[np.int64]]:
+    """The ids of each text as an embedding model takes it; ids as they are. prompt: as of `embed`. any_length: more
+    than fit into the context too."""
     if prompt is None and any(isinstance(part, str) for part in parts):
         prompt = default_prompt(model.path)  # one look at its file, however many texts
 
@@ -53,7 +56,7 @@ def token_rows(model: LoadedModel, parts: Sequence[Prompt], prompt: str | None =
         end = None if last is None else model.tokenizer.token_to_id(last)
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
-    return [model.check_tokens(ids_of(part)) for part in parts]
+    return [model.check_tokens(ids_of(part), any_length=any_length) for part in parts]
 
 
 def instruction_prompt(task: str) -> str:

@@ -489,6 +489,10 @@ def test_ollamas_embeddings(ask):
     assert new["embeddings"] == same
     assert ask("/api/embeddings", {"prompt": "Alice"}) == {"embedding": same[0]}
     assert ask("/api/embed", {"input": []})["embeddings"] == []
+    long = {"input": "Hello there. " * 200}
+    cut = ask("/v1/embeddings", {**long, "truncate_prompt_tokens": 256, "truncation_side": "right"})
+    assert ask("/api/embed", long)["embeddings"][0] == cut["data"][0]["embedding"]
+    assert "context" in ask("/api/embed", {**long, "truncate": False}, 400)["error"]
     assert "dimensions" in ask("/api/embed", {"input": "a", "dimensions": 3}, 400)["error"]
 
 

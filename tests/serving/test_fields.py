@@ -285,6 +285,8 @@ def test_the_prompt_is_cut(ask):
     vectors = ask(EMBEDDINGS, input=[PROMPT, ids[:2]], truncate_prompt_tokens=2, truncation_side="right")
     assert vectors["data"][0]["embedding"] == vectors["data"][1]["embedding"]
     assert vectors["usage"]["prompt_tokens"] == 4
+    ask(EMBEDDINGS, status=400, input=long[0]["content"])
+    assert ask(EMBEDDINGS, input=long[0]["content"], truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 256
 
 
 def test_inputs_of_texts_and_token_ids(ask):

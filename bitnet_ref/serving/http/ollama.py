@@ -149,8 +149,11 @@ def make_routes(server: Server) -> list[Route]:
         keep(server.shelf.place(body.get("model")), body.get("keep_alive"))
         if texts == []:
             return JSONResponse({"model": body.get("model"), "embeddings": []})
+        given = {"input": texts}
+        if body.get("truncate") is not False:
+            given |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
         async with server.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, {"input": texts}))
+            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, given))
             record_of(request).prompt_tokens = tokens
         rows = vectors.tolist()
         if body.get("dimensions") not in (None, len(rows[0])):

@@ -272,7 +272,7 @@ def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]
     parts, _ = split_prompts(body["input"])
     if body.get("add_special_tokens") is False:
         parts = [model.tokenizer.encode(part, False) if isinstance(part, str) else part for part in parts]
-    return [truncate_ids(ids.tolist(), body, model, 0) for ids in token_rows(model, parts)]
+    return [truncate_ids(ids.tolist(), body, model, 0) for ids in token_rows(model, parts, any_length=True)]
 
 
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats, tokens: int) -> dict[str, Any]:
