@@ -317,6 +317,11 @@ def test_replies_that_match_a_schema(client):
         model="talker", messages=HELLO, max_tokens=30, extra_body={"guided_json": schema}
     )
     assert json.loads(guided.choices[0].message.content).keys() == {"n"}
+    for text in (json.dumps(schema), json.dumps({**schema, "required": ["n", "m"]})):  # as a text: the same
+        guided = client.chat.completions.create(
+            model="talker", messages=HELLO, max_tokens=60, seed=1, extra_body={"guided_json": text}
+        )
+        assert guided.choices[0].message.content.startswith('{"n":')
     free = client.chat.completions.create(
         model="talker", messages=HELLO, max_tokens=8, response_format={"type": "json_object"}
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -263,8 +265,11 @@ def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> None:
 
 def _tighten(params: dict[str, Any]) -> None:
     """A schema for JSON without white space or properties that it does not name."""
-    if isinstance(params.get("guided_json"), dict):
-        params["guided_json"] = {"x-guidance": COMPACT, **close_objects(params["guided_json"])}
+    schema = params.get("guided_json")
+    with suppress(ValueError, RecursionError):  # a text that is no JSON, or nested too deep, is refused later
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(schema, dict):
+            params["guided_json"] = {"x-guidance": COMPACT, **close_objects(schema)}
 
 
 def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]]:
