@@ -101,6 +101,10 @@ def test_a_message(ask):
     assert used["output_tokens"] == 8
     counted = ask(f"{MESSAGES}/count_tokens", {"messages": HELLO, "system": [{"type": "text", "text": "Be brief."}]})
     assert counted == {"input_tokens": same["usage"]["prompt_tokens"]}
+    tools = {"messages": HELLO, "tools": [CLOCK], "tool_choice": {"type": "none"}}  # which the model is not shown
+    used = ask(MESSAGES, {**tools, "max_tokens": 1})["usage"]
+    counted = ask(f"{MESSAGES}/count_tokens", tools)["input_tokens"]
+    assert counted == used["input_tokens"] + used["cache_read_input_tokens"]
 
 
 def test_the_events_of_a_message(ask):
