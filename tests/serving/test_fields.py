@@ -8,11 +8,12 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import pytest
-from helpers import chat_folder
+from helpers import chat_folder, model
 from server_runs import RunningServer, events, until
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http import fingerprint as fingerprint_module
+from bitnet_ref.serving.http.chat_prompt import chat_ids
 from bitnet_ref.serving.http.fields import OFF, REFUSED, WITHOUT_EFFECT
 from bitnet_ref.serving.http.schemas import BODIES, RequestError, check
 
@@ -259,7 +260,7 @@ def test_allowed_tokens(ask):
         assert ids != free
 
 
-def test_special_tokens_of_prompt_and_text(ask):
+def test_special_tokens_of_prompt_and_text(ask, tmp_path):
     with_bos, without = (ask(COMPLETION, add_special_tokens=adds, return_token_ids=True) for adds in (True, False))
     ids = with_bos["choices"][0]["prompt_token_ids"]
     assert without["choices"][0]["prompt_token_ids"] == ids[1:]
@@ -267,6 +268,12 @@ def test_special_tokens_of_prompt_and_text(ask):
         ask(return_token_ids=True)["prompt_token_ids"]
         == ask(return_token_ids=True, add_special_tokens=True)["prompt_token_ids"]
     )  # the template has written BOS, which is not doubled
+    talker = model(chat_folder(tmp_path))
+    plain, special = (
+        chat_ids(talker, {"messages": HELLO, "add_special_tokens": adds}, "{{ messages[0].content }}", False)
+        for adds in (False, True)
+    )
+    assert special == [1, *plain]  # as `/tokenize` answers
     bias = {"logit_bias": {"1": 100}, "max_tokens": 2}
     for path, read in ((COMPLETION, lambda each: each["text"]), (CHAT, lambda each: each["message"]["content"])):
         assert "<s>" not in read(ask(path, **bias)["choices"][0])

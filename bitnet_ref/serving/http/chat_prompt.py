@@ -15,7 +15,9 @@ from .tools import custom_arguments, read_tools
 
 def chat_ids(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> list[int]:
     """The conversation of a body in the form of the model's chat template, as token ids."""
-    return model.tokenizer.encode(chat_text(model, body, chat_template, with_tools), add_special_tokens=False)
+    return model.tokenizer.encode(
+        chat_text(model, body, chat_template, with_tools), bool(body.get("add_special_tokens"))
+    )
 
 
 def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> str:
