@@ -669,6 +669,15 @@ def test_errors_have_the_documented_form(server):
             assert isinstance(answer["error"], kinds[documented["properties"]["error"]["type"]]), path
 
 
+def test_a_reply_has_room_where_the_prompt_is_cut(tmp_path):
+    long = [{"role": "user", "content": "Hello there. " * 100}]
+    settings = {"sampling": {"overflow": "truncate", "ignore_eos": True}}
+    with RunningServer({"talker": chat_folder(tmp_path)}, settings=settings) as server:
+        chat = server.post("/v1/chat/completions", {"messages": long})[2]
+        message = server.post(MESSAGES, {"messages": long, "max_tokens": 4096})[2]
+        assert (chat["usage"]["completion_tokens"], message["usage"]["output_tokens"]) == (64, 64)
+
+
 def test_the_seed_minus_one_is_a_random_one(ask):
     """As in vLLM, llama-server and Ollama."""
     options = {"num_predict": 12, "seed": -1, "temperature": 2}

@@ -136,7 +136,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     params["shown_tokens"] = [*params.get("shown_tokens", ()), *shown]
     sampling = SamplingParams.of(**{**engine.config.sampling, **params})
     if sampling.max_tokens is None:
-        params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling)
+        params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling, engine.cache.capacity)
     top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     asked = Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top)
     asked.reply, asked.custom = ReplyReader(thinking, tools), frozenset(custom)
