@@ -185,5 +185,5 @@ class ChatSession:
             self._prefix.keep(row.context[: row.computed])
             if replied:
                 self.dropped += row.stats.dropped_messages
-                text = "".join(chunk.text for chunk in row.chunks)
+                text = "".join(chunk.text for chunk in row.chunks).removeprefix(row.echo)
                 self.messages = [*messages, {"role": "assistant", "content": text}]
