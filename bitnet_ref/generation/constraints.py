@@ -200,6 +200,12 @@ def _check(matcher: Any, guide: str) -> None:
 
 
 def first_line(text: str) -> str:
-    """The first line of a message of llguidance, which may quote the whole grammar."""
-    line = next(iter(text.strip().splitlines()), "llguidance gives no reason")
+    """The first line of a message of llguidance, which may quote the whole grammar, and the reason that follows it.
+
+    >>> first_line("regex parse error:\\n    (\\n    ^\\nerror: unclosed group")
+    'regex parse error: unclosed group'
+    """
+    line, *rest = text.strip().splitlines() or ["llguidance gives no reason"]
+    if line.endswith(":"):
+        line += next((each.removeprefix("error:") for each in rest if each.startswith("error:")), "")
     return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."
