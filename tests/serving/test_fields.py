@@ -245,6 +245,9 @@ def test_log_probabilities_of_the_prompt(ask):
     ):
         assert row[str(token)]["logprob"] == logprob
         assert row[str(token)]["rank"] == (1 if len(row) == 1 else None)
+    both = ask(COMPLETION, echo=True, logprobs=1, prompt_logprobs=3)["choices"][0]
+    assert both["prompt_logprobs"] == ask(COMPLETION, prompt_logprobs=3)["choices"][0]["prompt_logprobs"]
+    assert both["logprobs"]["token_logprobs"] == scored["token_logprobs"]
     assert len(ask(prompt_logprobs=0, return_token_ids=True)["prompt_logprobs"]) == 13
     named = ask(logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
     written = [each["token"] for each in named["logprobs"]["content"]]

@@ -57,7 +57,7 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, ch
         raise RequestError("max_tokens: 0 asks for no text, unless echo is true; expected at least 1", "max_tokens")
     params["max_tokens"] = max(1, params["max_tokens"])
     if echo and top is not None:
-        params["prompt_logprobs"] = top
+        params.setdefault("prompt_logprobs", top)  # as in vLLM
     n, best_of = params.get("n", 1), body.get("best_of") or params.get("n", 1)
     if best_of < n or (best_of > n and (common["stream"] or "num_beams" in params)):
         message = f"best_of: expected at least n, {n}, and no more in a stream or with beams; got {best_of}"
