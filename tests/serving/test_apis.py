@@ -555,6 +555,15 @@ def test_llama_servers_completion(ask):
     probable = ask("/completion", {**body, "n_probs": 2, "n_predict": 3})["completion_probabilities"]
     assert [len(each["top_logprobs"]) for each in probable] == [2, 2, 2]
     assert [each["id"] for each in probable] == whole["tokens"][:3]
+    none = ask("/completion", {**body, "n_predict": 0, "n_probs": 2})  # only fills the cache
+    assert (none["content"], none["tokens"], none["completion_probabilities"]) == ("", [], [])
+    assert (none["tokens_predicted"], none["tokens_evaluated"], none["stop_type"]) == (0, 5, "limit")
+    stream = [
+        json.loads(line[6:])
+        for line in ask("/completion", {**body, "n_predict": 0, "stream": True}).split("\n\n")
+        if line
+    ]
+    assert [(each["content"], each["tokens"]) for each in stream] == [("", [])] * 2
     pytest.importorskip("llguidance")
     assert ask("/completion", {**body, "grammar": 'root ::= " red"'})["content"] == " red"
     assert "GBNF" in ask("/completion", {**body, "grammar": 'root ::= "a'}, 400)["error"]["message"]
