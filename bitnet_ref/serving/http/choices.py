@@ -15,6 +15,7 @@ from typing import Any
 from ...backends.loaded import LoadedModel
 from ...generation.guide_prover import prove_guide
 from ...generation.params import GUIDES
+from ...generation.processors import FEW_WORDS
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from ..tickets import RequestHandle
@@ -63,9 +64,11 @@ class Asked:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     def is_quick(self, engine: Engine) -> bool:
-        """Whether `submit` takes no time: one text, and no guide, which would be compiled."""
-        names = {**engine.config.sampling, **self.params}
-        return len(self.prompts) == 1 and self.params.get("n", 1) == 1 and names.keys().isdisjoint(GUIDES)
+        """Whether `submit` takes no time: one text, no guide, which would be compiled, and few words to ban."""
+        params = {**engine.config.sampling, **self.params}
+        words = params.get("bad_words", ())
+        is_one = len(self.prompts) == 1 and params.get("n", 1) == 1
+        return is_one and params.keys().isdisjoint(GUIDES) and (isinstance(words, str) or len(words) <= FEW_WORDS)
 
     def submit(self, engine: Engine, timeout_s: float | None = None) -> list[Choice]:
         """Queue all texts: n of each prompt. Raises what `Engine.submit` and `prove_guide` raise."""
