@@ -141,6 +141,8 @@ def read_infill(body: Mapping[str, Any], name: str, engine: Engine, chat_templat
 def _ask(body: Mapping[str, Any], prompt: str | list[int], name: str, engine: Engine) -> Asked:
     common = {each: body[each] for each in SAMPLING if each in body and each not in ("n_predict", "n_probs")}
     wanted = body.get("n_predict") if body.get("n_predict") is not None else body.get("max_tokens")
+    if wanted is None:
+        wanted = engine.config.sampling.get("max_tokens")
     common["max_tokens"] = DEFAULT_REPLY_TOKENS if wanted is None or wanted < 0 else max(1, wanted)
     if body.get("n_probs"):
         common["logprobs"] = body["n_probs"]

@@ -289,7 +289,7 @@ def read_generate(body: Mapping[str, Any], name: str, engine: Engine, chat_templ
     elif body.get("system"):
         prompt = f"{body['system']}\n\n{prompt}"
     given = {key: value for key, value in common.items() if key not in ("reasoning_effort", "enable_thinking")}
-    given.setdefault("max_tokens", DEFAULT_REPLY_TOKENS)
+    given.setdefault("max_tokens", engine.config.sampling.get("max_tokens") or DEFAULT_REPLY_TOKENS)
     return ask_completion({**given, "prompt": prompt}, name, engine, GenerateWriter)
 
 

@@ -37,7 +37,8 @@ Read = Callable[[Mapping[str, Any], str, Engine, str | None], Asked]
 
 def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema; without any template. Raises RequestError."""
-    default = DEFAULT_REPLY_TOKENS if (body.get("n_predict") or 0) < 0 else DEFAULT_COMPLETION_TOKENS
+    default = engine.config.sampling.get("max_tokens") or DEFAULT_COMPLETION_TOKENS
+    default = DEFAULT_REPLY_TOKENS if (body.get("n_predict") or 0) < 0 else default
     body = rename_fields(body)
     params, common = _read_common(body, engine)
     prompt, echo, top = body["prompt"], bool(body.get("echo")), body.get("logprobs")
