@@ -357,6 +357,25 @@ def test_a_response_is_cancelled(server):
     assert server.get(f"{RESPONSES}/{name}")[2]["status"] in ("cancelled", "incomplete")
 
 
+def test_the_events_of_a_response_that_is_cancelled(tmp_path):
+    story, store = model(chat_folder(tmp_path), BACKEND, threads=1), ResponseStore()
+    with story.engine() as engine:
+        asked = read_response({"input": "Hello", "stream": True}, "talker", engine, None, store)
+        (choice,) = choices = asked.submit(engine)
+        writer = asked.writer(asked, choices)
+        text = writer.opening()
+        while "output_text.delta" not in text:
+            text += writer.part(choice, next(choice.handle)) or ""
+        choice.handle.close()
+        events = named_events(text + writer.closing())
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    kinds = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert [name for name, _ in events[-4:]] == [f"response.{kind}" for kind in kinds]
+    response = events[-1][1]["response"]
+    assert (response["status"], response["output"]) == ("cancelled", [events[-2][1]["item"]])
+    assert response["output"][0]["status"] == "incomplete"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
