@@ -13,7 +13,7 @@ from server_runs import RunningServer, events, until
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http import fingerprint as fingerprint_module
-from bitnet_ref.serving.http.chat_prompt import chat_ids
+from bitnet_ref.serving.http.chat_prompt import chat_ids, chat_text
 from bitnet_ref.serving.http.fields import OFF, REFUSED, WITHOUT_EFFECT
 from bitnet_ref.serving.http.schemas import BODIES, RequestError, check
 
@@ -331,6 +331,14 @@ def test_a_reply_begins_with_the_last_message(server, ask, stream):
         text = answer["choices"][0]["message"]["content"]
     assert text == "I am" + plain
     assert ask(echo=True)["choices"] == ask()["choices"]  # the user's words are no part of a reply
+
+
+def test_developers_are_the_system_where_the_template_knows_none(server, tmp_path):
+    talk = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    prompt = server.post("/apply-template", {"model": "talker", "messages": talk})[2]["prompt"]
+    assert prompt.startswith("<s>system: Be brief.\nuser: Hello\n")
+    talker = model(chat_folder(tmp_path))
+    assert chat_text(talker, {"messages": talk}, "{{ messages[0].role }}{# developer #}", False) == "developer"
 
 
 def test_documents_reach_the_template(ask):
