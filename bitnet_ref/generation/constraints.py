@@ -117,14 +117,17 @@ class LLVocabulary:
         # Without a reference to `vocabulary`, a weak key
         split = partial(tokenize, vocabulary.tokenizer, tokens, split_by_longest(tokens))
         self._tokenizer = wrap_vocabulary(tokens, self.end_tokens, bos, split)
+        self._last: tuple[str, Any] = "", None  # the grammar that was compiled last, for all texts of a request
 
     def matcher(self, guide: str, value: Any) -> Any:
         """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar, and
         for one that is too large (see `constraint_limits`)."""
-        grammar = write_grammar(guide, value)
-        matcher = run_with_stack(lambda: self._maker(self._tokenizer, grammar, log_level=0))
-        _check(matcher, guide)
-        return matcher
+        grammar, (last, matcher) = write_grammar(guide, value), self._last
+        if matcher is None or grammar != last:
+            matcher = run_with_stack(lambda: self._maker(self._tokenizer, grammar, log_level=0))
+            _check(matcher, guide)
+            self._last = grammar, matcher
+        return matcher.deep_copy()
 
 
 def describe_vocabulary(vocabulary: Vocabulary) -> tuple[list[bytes], list[int], int | None]:
