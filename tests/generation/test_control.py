@@ -48,6 +48,17 @@ class Letters:
 PIECES = st.lists(st.text("abc", min_size=1, max_size=3), min_size=4, max_size=12, unique=True)
 
 
+def test_requests_that_ban_the_same_words_search_the_vocabulary_once(story, monkeypatch):
+    searched, search = [], SortedTokens.containing
+    monkeypatch.setattr(SortedTokens, "containing", lambda self, part: searched.append(part) or search(self, part))
+    options = {"bad_words": ["unheard of", "of a"], "max_tokens": 12}
+    texts = [story.generate(prompt, **options).text for prompt in ("Alice", "The old man and the king of")]
+    assert searched == [b"unheard of", b"of a"]
+    assert not any("of a" in text for text in texts)
+    story.generate("Alice", bad_words=["of a"], max_tokens=1)
+    assert searched[2:] == [b"of a"]
+
+
 @given(PIECES, st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.integers(0, 99))
 def test_no_way_of_cutting_says_a_banned_word(pieces, words, seed):
     """Of all tokens exactly those are forbidden that would complete a word, whatever was said before."""
