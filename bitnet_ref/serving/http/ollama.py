@@ -200,10 +200,12 @@ def read_seconds(value: str | float) -> float | None:
     """Of `keep_alive`: a number of seconds, or a text like "5m" or "1h30m". None: for ever (negative). Raises
     RequestError.
 
-    >>> [read_seconds(value) for value in (0, "90", "5m", "1h30m", "-1s")]
-    [0.0, 90.0, 300.0, 5400.0, None]
+    >>> [read_seconds(value) for value in (0, 1e-5, "90", "5m", "1h30m", "-1s", -1)]
+    [0, 1e-05, 90.0, 300.0, 5400.0, None, None]
     """
-    text = str(value).strip()
+    if not isinstance(value, str):
+        return None if value < 0 else value
+    text = value.strip()
     parts = re.findall(r"(\d{1,9}(?:\.\d{1,9})?)(ms|h|m|s|$)", text)
     if not parts or "".join(number + unit for number, unit in parts) != text.removeprefix("-"):
         raise RequestError(f"keep_alive: expected seconds or a text like '5m', got {text[:40]!r}", "keep_alive")
