@@ -706,6 +706,18 @@ def test_a_reply_has_room_where_the_prompt_is_cut(tmp_path):
         assert (chat["usage"]["completion_tokens"], message["usage"]["output_tokens"]) == (64, 64)
 
 
+def test_a_number_that_no_answer_can_repeat_is_refused(server):
+    for body in (
+        '{"input": "x", "metadata": {"a": 1e999}}',
+        '{"input": [{"role": "user", "content": "x", "a": -1e999}]}',
+    ):
+        status, _, answer = server.request("POST", RESPONSES, body, {"content-type": "application/json"})
+        assert (status, "1e999 is too large a number" in answer["error"]["message"]) == (400, True)
+    body = '{"input": "x", "model": "talker", "max_output_tokens": 1, "metadata": {"a": 1e300}}'
+    answer = server.request("POST", RESPONSES, body, {"content-type": "application/json"})[2]
+    assert answer["metadata"] == {"a": 1e300}
+
+
 def test_the_seed_minus_one_is_a_random_one(ask):
     """As in vLLM, llama-server and Ollama."""
     options = {"num_predict": 12, "seed": -1, "temperature": 2}
