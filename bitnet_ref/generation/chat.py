@@ -21,10 +21,19 @@ from .sequence import Continuation, Request
 DEFAULT_REPLY_TOKENS = 512
 
 
-def default_reply_tokens(model: LoadedModel, prompt_tokens: int, params: SamplingParams) -> int:
-    """The `max_tokens` of a reply that names none: 512, or as many as fit."""
+def reply_room(window: ContextWindow, prompt_tokens: int, capacity: int) -> int:
+    """How many new tokens fit after a prompt. "truncate" cuts it for a quarter of the context, at least.
+
+    capacity: tokens of one text that the cache holds.
+    """
+    size = min(window.size, capacity)
+    return max(size - prompt_tokens, size // 4 if window.policy == "truncate" else 0)
+
+
+def default_reply_tokens(model: LoadedModel, prompt_tokens: int, params: SamplingParams, capacity: int) -> int:
+    """The `max_tokens` of a reply that names none: 512, or as many as fit. capacity: as of `reply_room`."""
     window, wanted = ContextWindow.of(model, params), max(DEFAULT_REPLY_TOKENS, params.min_tokens)
-    return wanted if window.moves else max(1, min(window.size - prompt_tokens, wanted))
+    return wanted if window.moves else max(1, min(reply_room(window, prompt_tokens, capacity), wanted))
 
 
 class PrefixCache:
@@ -176,5 +185,5 @@ class ChatSession:
             self._prefix.keep(row.context[: row.computed])
             if replied:
                 self.dropped += row.stats.dropped_messages
-                text = "".join(chunk.text for chunk in row.chunks)
+                text = "".join(chunk.text for chunk in row.chunks).removeprefix(row.echo)
                 self.messages = [*messages, {"role": "assistant", "content": text}]

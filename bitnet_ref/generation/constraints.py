@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
 from .constraint_limits import check_choices, check_grammar, check_regex, check_size, read_schema, run_with_stack
-from .guide_helper import longest_tokens, wrap_vocabulary
+from .guide_helper import split_by_longest, wrap_vocabulary
 from .params import GUIDES
 
 MAX_MESSAGE = 400  # characters of a message of llguidance
@@ -114,16 +114,20 @@ class LLVocabulary:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._maker = _import_llguidance().LLMatcher
         tokens, self.end_tokens, bos = describe_vocabulary(vocabulary)
-        split = partial(tokenize, vocabulary.tokenizer, tokens)  # without a reference to `vocabulary`, a weak key
+        # Without a reference to `vocabulary`, a weak key
+        split = partial(tokenize, vocabulary.tokenizer, tokens, split_by_longest(tokens))
         self._tokenizer = wrap_vocabulary(tokens, self.end_tokens, bos, split)
+        self._last: tuple[str, Any] = "", None  # the grammar that was compiled last, for all texts of a request
 
     def matcher(self, guide: str, value: Any) -> Any:
         """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar, and
         for one that is too large (see `constraint_limits`)."""
-        grammar = write_grammar(guide, value)
-        matcher = run_with_stack(lambda: self._maker(self._tokenizer, grammar, log_level=0))
-        _check(matcher, guide)
-        return matcher
+        grammar, (last, matcher) = write_grammar(guide, value), self._last
+        if matcher is None or grammar != last:
+            matcher = run_with_stack(lambda: self._maker(self._tokenizer, grammar, log_level=0))
+            _check(matcher, guide)
+            self._last = grammar, matcher
+        return matcher.deep_copy()
 
 
 def describe_vocabulary(vocabulary: Vocabulary) -> tuple[list[bytes], list[int], int | None]:
@@ -182,15 +186,15 @@ def _import_llguidance() -> Any:
 _LL_VOCABULARIES: WeakKeyDictionary[Vocabulary, LLVocabulary] = WeakKeyDictionary()  # one per model
 
 
-def tokenize(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[int]:
+def tokenize(tokenizer: Tokenizer, tokens: Sequence[bytes], split: Callable[[str], list[int]], text: str) -> list[int]:
     """Token ids whose bytes are exactly those of a text in the middle of another one. SentencePiece adds a space at the
-    start of a text, so a marker is tried there; the last resort is the longest token that fits at each place."""
+    start of a text, so a marker is tried there; the last resort is `split`."""
     for marker in ("", "\x02"):
         ids = tokenizer.encode(marker + text, add_special_tokens=False)
         for start in range(min(len(ids), 3)):
             if b"".join(tokens[token] for token in ids[start:]) == text.encode():
                 return ids[start:]
-    return longest_tokens(tokens, text)
+    return split(text)
 
 
 def _check(matcher: Any, guide: str) -> None:
@@ -199,6 +203,12 @@ def _check(matcher: Any, guide: str) -> None:
 
 
 def first_line(text: str) -> str:
-    """The first line of a message of llguidance, which may quote the whole grammar."""
-    line = next(iter(text.strip().splitlines()), "llguidance gives no reason")
+    """The first line of a message of llguidance, which may quote the whole grammar, and the reason that follows it.
+
+    >>> first_line("regex parse error:\\n    (\\n    ^\\nerror: unclosed group")
+    'regex parse error: unclosed group'
+    """
+    line, *rest = text.strip().splitlines() or ["llguidance gives no reason"]
+    if line.endswith(":"):
+        line += next((each.removeprefix("error:") for each in rest if each.startswith("error:")), "")
     return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."

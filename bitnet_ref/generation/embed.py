@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..errors import ConfigError, GenerationError
+from ..errors import ConfigError, GenerationError, describe
 from ..families import family_of
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
@@ -40,8 +40,11 @@ def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDAr
     return vectors[0] if single else vectors
 
 
-def token_rows(model: LoadedModel, parts: Sequence[Prompt], prompt: str | None = None) -> list[NDArray[np.int64]]:
-    """The ids of each text as an embedding model takes it; ids as they are. prompt: as of `embed`."""
+def token_rows(
+    model: LoadedModel, parts: Sequence[Prompt], prompt: str | None = None, any_length: bool = False
+) -> list[NDArray[np.int64]]:
+    """The ids of each text as an embedding model takes it; ids as they are. prompt: as of `embed`. any_length: more
+    than fit into the context too."""
     if prompt is None and any(isinstance(part, str) for part in parts):
         prompt = default_prompt(model.path)  # one look at its file, however many texts
 
@@ -53,7 +56,7 @@ def token_rows(model: LoadedModel, parts: Sequence[Prompt], prompt: str | None =
         end = None if last is None else model.tokenizer.token_to_id(last)
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
-    return [model.check_tokens(ids_of(part)) for part in parts]
+    return [model.check_tokens(ids_of(part), any_length=any_length) for part in parts]
 
 
 def instruction_prompt(task: str) -> str:
@@ -106,7 +109,14 @@ def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: Fl
     if ranges is None and len(vectors) < 2:
         message = "the ranges of each dimension need several vectors; give more, or `ranges`"
         raise GenerationError(message, field="quantize")
-    low, high = np.stack([vectors.min(axis=0), vectors.max(axis=0)]) if ranges is None else np.asarray(ranges)
+    try:
+        bounds = np.stack([vectors.min(axis=0), vectors.max(axis=0)]) if ranges is None else np.asarray(ranges)
+    except ValueError:  # lists of different lengths
+        bounds = np.empty(0)
+    if bounds.shape != (2, vectors.shape[1]) or bounds.dtype.kind not in "iuf" or not np.isfinite(bounds).all():
+        message = f"expected finite numbers (2, {vectors.shape[1]}), got {describe(ranges)}"
+        raise GenerationError(message, field="ranges")
+    low, high = bounds
     step = np.where(high > low, (high - low) / 255, 1)
     levels: NDArray[np.float64] = np.clip((vectors - low) / step, 0, 255)
     return levels.astype(np.uint8) if precision == "uint8" else (levels - 128).astype(np.int8)

@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 CPU_S = 2.0  # of processor time for one guide
@@ -44,7 +43,7 @@ def main(commands: BinaryIO, answers: BinaryIO) -> None:
         message = marshal.loads(read_exactly(commands, int.from_bytes(head, "little")))
         if isinstance(message, tuple):
             tokens, end_tokens, bos = message
-            vocabulary = wrap_vocabulary(tokens, end_tokens, bos, partial(longest_tokens, tokens))
+            vocabulary = wrap_vocabulary(tokens, end_tokens, bos, split_by_longest(tokens))
             continue
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
         answer = try_guide(LLMatcher, vocabulary, message)
@@ -100,14 +99,23 @@ def wrap_vocabulary(
     return llguidance.LLTokenizer(wrapper, eos_token=list(end_tokens) or None, slices=None)
 
 
-def longest_tokens(tokens: Sequence[bytes], text: str) -> list[int]:
-    """The longest token that fits at each place."""
-    rest = text.encode()
-    ids = []
-    while fitting := [token for token, data in enumerate(tokens) if data and rest.startswith(data)]:
-        ids.append(max(fitting, key=lambda token: len(tokens[token])))
-        rest = rest[len(tokens[ids[-1]]) :]
-    return ids
+def split_by_longest(tokens: Sequence[bytes]) -> Callable[[str], list[int]]:
+    """A function that splits a text into tokens: at each place the longest that fits.
+
+    >>> split_by_longest([b"a", b"ab", b"", b"ab", b"c"])("abca")
+    [1, 4, 0]
+    """
+    ids = {data: token for token, data in reversed(list(enumerate(tokens))) if data}  # of equal ones the first
+    lengths = range(max(map(len, tokens), default=0), 0, -1)
+
+    def split(text: str) -> list[int]:
+        data, place, found = text.encode(), 0, list[int]()
+        while length := next((size for size in lengths if data[place : place + size] in ids), 0):
+            found.append(ids[data[place : place + length]])
+            place += length
+        return found
+
+    return split
 
 
 def try_guide(maker: Any, vocabulary: Any, grammar: str) -> str | None:

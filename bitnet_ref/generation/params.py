@@ -198,7 +198,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = everywhere({}, Biases(), metavar="ID=BIAS", is_hashable=False)
     seed: int | None = option(
         None, Number(0, 2**64 - 1, whole=True, optional=True), in_http=Number(-(2**63), 2**64 - 1, whole=True).schema()
-    )  # over HTTP, modulo 2^64
+    )  # over HTTP, modulo 2^64; -1 is none
 
     bad_words: tuple[str, ...] = everywhere((), TEXTS, flag="--bad-word")
     filter: tuple[str, ...] | Callable[[str], bool] = option(

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +137,17 @@ class BannedWords(LogitsRule):
                 state = self._search.advance(state, word[length : length + 1])
         return spans
 
+    @classmethod
+    def of(cls, words: Sequence[str], vocabulary: SortedTokens, prompt_tokens: int) -> BannedWords:
+        """The same; the vocabulary is searched once for requests in a row that ban the same words."""
+        last, rule = _LAST_RULES.get(vocabulary, (None, None))
+        if rule is None or last != words:
+            rule = cls(words, vocabulary, prompt_tokens)
+            _LAST_RULES[vocabulary] = words, rule
+        rule = rule.copy()
+        rule.prompt_tokens, rule._completing = prompt_tokens, {0: rule._completing[0]}
+        return rule
+
     def copy(self) -> BannedWords:
         """A rule for another text: each remembers the text that it was asked about last."""
         other = copy.copy(self)
@@ -169,6 +181,9 @@ class BannedWords(LogitsRule):
                 known = np.unique(np.concatenate([known, *(self._order[a:b] for a, b in self._spans[each])]))
             self._completing[each] = known
         return known
+
+
+_LAST_RULES: WeakKeyDictionary[SortedTokens, tuple[Sequence[str], BannedWords]] = WeakKeyDictionary()
 
 
 class Rules:

@@ -64,7 +64,7 @@ class Request:
         top_k = params.top_k if params.top_k < vocab_size else 0
         self.draw_rule = DrawRule(params.temperature, top_k, params.top_p, params.min_p)
         words = params.bad_words
-        self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
+        self._banned = BannedWords.of(words, model.vocabulary.sorted, len(self.prompt)) if words else None
         self._stops = StringSearch(params.stop)
         filtered = () if callable(params.filter) else params.filter
         self._filtered = StringSearch([*filtered, *params.bad_words])

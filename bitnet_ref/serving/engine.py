@@ -202,7 +202,8 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         ids = tokenizer.apply_chat_template(messages, tokenize=True, tools=tools, chat_template=chat_template)
         sampling = self.config.params(params)
         if sampling.max_tokens is None:
-            sampling = replace(sampling, max_tokens=default_reply_tokens(self.model, len(ids), sampling))
+            wanted = default_reply_tokens(self.model, len(ids), sampling, self.cache.capacity)
+            sampling = replace(sampling, max_tokens=wanted)
         check_streamable(sampling)
         return self._submit(ids, priority, timeout_s, sampling, "chunks")
 

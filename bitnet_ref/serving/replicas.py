@@ -9,13 +9,13 @@ from ..backends.loaded import LoadedModel
 from .engine import Engine
 from .engine_config import EngineConfig, EngineOptions
 from .records import RequestProgress
-from .tickets import RequestHandle
+from .tickets import RequestHandle, RequestStory
 
 
 class Replicas(Engine):
     """Each request goes to the engine with the fewest unfinished ones. One that has stopped gets none.
 
-    `engines` has them all; `model`, `cache`, `metrics` and `timeline` are those of the first.
+    `engines` has them all; `model`, `cache`, `page_holders`, `metrics` and `timeline` are those of the first.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -48,6 +48,12 @@ class Replicas(Engine):
         """The unfinished requests of all engines, and how far each of them is."""
         every = [request for engine in self._engines for request in engine.requests]
         return sorted(every, key=lambda request: request.request_id)
+
+    @property
+    def stories(self) -> list[RequestStory]:
+        """As of `Engine.stories`, of all engines."""
+        every = [story for engine in self._engines for story in engine.stories]
+        return sorted(every, key=lambda story: (story.end_s is None, story.end_s or story.arrival_s))
 
     @property
     def closed(self) -> bool:

@@ -119,6 +119,9 @@ def test_quantised_vectors():
     assert (flat == -128).all()
     with pytest.raises(GenerationError, match="several vectors"):
         quantize_embeddings(x[:1], "int8")
+    for ranges in (low, [low], np.stack([low, high])[:, :3], np.stack([low, low + np.nan]), [[0.0], [1.0, 2.0]], "x"):
+        with pytest.raises(GenerationError, match=rf"^ranges: expected finite numbers \(2, {x.shape[1]}\), got "):
+            quantize_embeddings(x, "int8", ranges)
     m = model("storyteller")
     np.testing.assert_array_equal(m.embed(TEXTS[0], quantize="binary"), m.embed(TEXTS, quantize="binary")[0])
 

@@ -105,6 +105,14 @@ def test_the_next_message_closes_an_open_stream(talker):
     assert reply.token_ids == talker.generate(reply.prompt_token_ids, max_tokens=30).token_ids
 
 
+def test_the_echo_of_the_prompt_is_no_part_of_the_history(talker):
+    plain, echoing = talker.chat(max_tokens=6), talker.chat(max_tokens=6, echo=True)
+    for message in MESSAGES[:2]:
+        text = plain.send(message).text
+        assert echoing.send(message).text.endswith(text)
+        assert echoing.messages == plain.messages
+
+
 def test_an_edited_history_is_followed(talker):
     session = talker.chat(max_tokens=6)
     session.send("Hello")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError, TokenizerError
+from bitnet_ref.generation import constraints
 from bitnet_ref.generation.processors import BannedWords
 from bitnet_ref.generation.streaming import TextStream
 from bitnet_ref.tokenizers.vocabulary import SortedTokens
@@ -45,6 +46,17 @@ class Letters:
 
 
 PIECES = st.lists(st.text("abc", min_size=1, max_size=3), min_size=4, max_size=12, unique=True)
+
+
+def test_requests_that_ban_the_same_words_search_the_vocabulary_once(story, monkeypatch):
+    searched, search = [], SortedTokens.containing
+    monkeypatch.setattr(SortedTokens, "containing", lambda self, part: searched.append(part) or search(self, part))
+    options = {"bad_words": ["unheard of", "of a"], "max_tokens": 12}
+    texts = [story.generate(prompt, **options).text for prompt in ("Alice", "The old man and the king of")]
+    assert searched == [b"unheard of", b"of a"]
+    assert not any("of a" in text for text in texts)
+    story.generate("Alice", bad_words=["of a"], max_tokens=1)
+    assert searched[2:] == [b"of a"]
 
 
 @given(PIECES, st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.integers(0, 99))
@@ -166,6 +178,19 @@ def test_a_guided_batch_gives_what_each_row_gives_alone(story):
     assert [[row.text for row in rows] for rows in batch] == [
         [row.text for row in story.generate(prompt, **params)] for prompt in ("Alice", "The king")
     ]
+
+
+def test_the_texts_of_a_request_share_a_compiled_guide(story, monkeypatch):
+    pytest.importorskip("llguidance")
+    compiled, run = [], constraints.run_with_stack
+    monkeypatch.setattr(constraints, "run_with_stack", lambda function: compiled.append(1) or run(function))
+    guide = {"guided_regex": "[a-z ]{4,6}[?!]", "max_tokens": 8}
+    with story.engine() as engine:
+        handles = engine.streams("Alice", n=3, temperature=1.0, seed=1, **guide)
+        texts = [handle.result().text for handle in handles]
+        assert engine.generate(["Alice", "The old man"], **guide)[0].text == story.generate("Alice", **guide).text
+    assert len(compiled) == 1
+    assert texts == [out.text for out in story.generate("Alice", n=3, temperature=1.0, seed=1, **guide)]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def test_a_good_guide_is_proven_once(vocabulary, prover):
     assert prover.compiled == 1
 
 
+def test_a_guide_with_a_long_text_is_proven(vocabulary, prover):
+    """Each step splits the text that is left into tokens."""
+    prove(vocabulary, guided_choice=["The rabbit looked at his watch, and hurried on. " * 25])
+
+
 def test_bad_guides_of_every_kind_are_the_requests_own_error(vocabulary, prover):
     for guide in (
         {"guided_json": {"type": "nothing"}},

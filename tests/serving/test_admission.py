@@ -3,11 +3,13 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from server_runs import RunningServer, ServerLimits, until
 
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.choices import Asked
 
 STORY = ASSETS / "storyteller"
 KINDS = {"content-type": "application/json"}
@@ -103,3 +105,16 @@ def test_long_work_ends_in_time_and_leaves_the_others_alone():
         assert running.post("/tokenize", {"prompt": "a short one"})[0] == 200  # not behind them
         assert statuses == [504] * 6
         assert worst < 5  # it took as long as all of them
+
+
+def test_what_takes_time_is_not_submitted_in_the_event_loop():
+    plain, words = SimpleNamespace(config=SimpleNamespace(sampling={})), [f"word {n}" for n in range(65)]
+    for params, is_quick in (
+        ({}, True),
+        ({"bad_words": words[:64]}, True),
+        ({"bad_words": words}, False),  # the whole vocabulary is searched for them
+        ({"bad_words": "x" * 100}, True),
+        ({"guided_regex": "a"}, False),
+        ({"n": 2}, False),
+    ):
+        assert Asked("m", [[1]], params, False).is_quick(plain) == is_quick, params

@@ -101,6 +101,10 @@ def test_a_message(ask):
     assert used["output_tokens"] == 8
     counted = ask(f"{MESSAGES}/count_tokens", {"messages": HELLO, "system": [{"type": "text", "text": "Be brief."}]})
     assert counted == {"input_tokens": same["usage"]["prompt_tokens"]}
+    tools = {"messages": HELLO, "tools": [CLOCK], "tool_choice": {"type": "none"}}  # which the model is not shown
+    used = ask(MESSAGES, {**tools, "max_tokens": 1})["usage"]
+    counted = ask(f"{MESSAGES}/count_tokens", tools)["input_tokens"]
+    assert counted == used["input_tokens"] + used["cache_read_input_tokens"]
 
 
 def test_the_events_of_a_message(ask):
@@ -353,6 +357,25 @@ def test_a_response_is_cancelled(server):
     assert server.get(f"{RESPONSES}/{name}")[2]["status"] in ("cancelled", "incomplete")
 
 
+def test_the_events_of_a_response_that_is_cancelled(tmp_path):
+    story, store = model(chat_folder(tmp_path), BACKEND, threads=1), ResponseStore()
+    with story.engine() as engine:
+        asked = read_response({"input": "Hello", "stream": True}, "talker", engine, None, store)
+        (choice,) = choices = asked.submit(engine)
+        writer = asked.writer(asked, choices)
+        text = writer.opening()
+        while "output_text.delta" not in text:
+            text += writer.part(choice, next(choice.handle)) or ""
+        choice.handle.close()
+        events = named_events(text + writer.closing())
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    kinds = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert [name for name, _ in events[-4:]] == [f"response.{kind}" for kind in kinds]
+    response = events[-1][1]["response"]
+    assert (response["status"], response["output"]) == ("cancelled", [events[-2][1]["item"]])
+    assert response["output"][0]["status"] == "incomplete"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -489,6 +512,10 @@ def test_ollamas_embeddings(ask):
     assert new["embeddings"] == same
     assert ask("/api/embeddings", {"prompt": "Alice"}) == {"embedding": same[0]}
     assert ask("/api/embed", {"input": []})["embeddings"] == []
+    long = {"input": "Hello there. " * 200}
+    cut = ask("/v1/embeddings", {**long, "truncate_prompt_tokens": 256, "truncation_side": "right"})
+    assert ask("/api/embed", long)["embeddings"][0] == cut["data"][0]["embedding"]
+    assert "context" in ask("/api/embed", {**long, "truncate": False}, 400)["error"]
     assert "dimensions" in ask("/api/embed", {"input": "a", "dimensions": 3}, 400)["error"]
 
 
@@ -547,6 +574,15 @@ def test_llama_servers_completion(ask):
     probable = ask("/completion", {**body, "n_probs": 2, "n_predict": 3})["completion_probabilities"]
     assert [len(each["top_logprobs"]) for each in probable] == [2, 2, 2]
     assert [each["id"] for each in probable] == whole["tokens"][:3]
+    none = ask("/completion", {**body, "n_predict": 0, "n_probs": 2})  # only fills the cache
+    assert (none["content"], none["tokens"], none["completion_probabilities"]) == ("", [], [])
+    assert (none["tokens_predicted"], none["tokens_evaluated"], none["stop_type"]) == (0, 5, "limit")
+    stream = [
+        json.loads(line[6:])
+        for line in ask("/completion", {**body, "n_predict": 0, "stream": True}).split("\n\n")
+        if line
+    ]
+    assert [(each["content"], each["tokens"]) for each in stream] == [("", [])] * 2
     pytest.importorskip("llguidance")
     assert ask("/completion", {**body, "grammar": 'root ::= " red"'})["content"] == " red"
     assert "GBNF" in ask("/completion", {**body, "grammar": 'root ::= "a'}, 400)["error"]["message"]
@@ -659,6 +695,41 @@ def test_errors_have_the_documented_form(server):
             status, _, answer = server.request("POST", path, b"{", {"content-type": "application/json"})
             assert status == 400
             assert isinstance(answer["error"], kinds[documented["properties"]["error"]["type"]]), path
+
+
+def test_a_reply_has_room_where_the_prompt_is_cut(tmp_path):
+    long = [{"role": "user", "content": "Hello there. " * 100}]
+    settings = {"sampling": {"overflow": "truncate", "ignore_eos": True}}
+    with RunningServer({"talker": chat_folder(tmp_path)}, settings=settings) as server:
+        chat = server.post("/v1/chat/completions", {"messages": long})[2]
+        message = server.post(MESSAGES, {"messages": long, "max_tokens": 4096})[2]
+        assert (chat["usage"]["completion_tokens"], message["usage"]["output_tokens"]) == (64, 64)
+
+
+def test_a_number_that_no_answer_can_repeat_is_refused(server):
+    for body in (
+        '{"input": "x", "metadata": {"a": 1e999}}',
+        '{"input": [{"role": "user", "content": "x", "a": -1e999}]}',
+    ):
+        status, _, answer = server.request("POST", RESPONSES, body, {"content-type": "application/json"})
+        assert (status, "1e999 is too large a number" in answer["error"]["message"]) == (400, True)
+    body = '{"input": "x", "model": "talker", "max_output_tokens": 1, "metadata": {"a": 1e300}}'
+    answer = server.request("POST", RESPONSES, body, {"content-type": "application/json"})[2]
+    assert answer["metadata"] == {"a": 1e300}
+
+
+def test_the_seed_minus_one_is_a_random_one(ask):
+    """As in vLLM, llama-server and Ollama."""
+    options = {"num_predict": 12, "seed": -1, "temperature": 2}
+    bodies = {
+        "/v1/completions": {"prompt": "Once", "max_tokens": 12, "seed": -1, "temperature": 2},
+        "/completion": {"prompt": "Once", "n_predict": 12, "seed": -1, "temperature": 2},
+        "/api/generate": {"prompt": "Once", "raw": True, "stream": False, "options": options},
+    }
+    for path, body in bodies.items():
+        answers = [ask(path, body) for _ in range(3)]
+        texts = [each.get("content", each.get("response")) or each["choices"][0]["text"] for each in answers]
+        assert len(set(texts)) > 1, path
 
 
 def test_whole_numbers_may_have_a_point(ask):

@@ -241,6 +241,17 @@ def test_chats_beside_other_requests(tmp_path):
         assert gist(other.result()) == gist(talker.generate("Alice", max_tokens=20))
 
 
+def test_a_reply_that_names_no_length_fits(tmp_path):
+    """Into the cache, where that holds less than the context; and of a prompt that has to be cut some room is left."""
+    talker, free = model(chat_folder(tmp_path), BACKEND, threads=1), {"ignore_eos": True}
+    hello, long = ([{"role": "user", "content": text}] for text in ("Hello", "Hello there. " * 100))
+    with talker.engine(max_batch=2, page_size=4, cache_tokens=40) as engine:
+        reply = engine.chat(hello, **free).result()
+        assert (len(reply.prompt_token_ids) + len(reply.token_ids), reply.finish_reason) == (40, "length")
+    with talker.engine(max_batch=2) as engine:
+        assert len(engine.chat(long, overflow="truncate", **free).result().token_ids) == talker.context_length // 4
+
+
 def test_requests_and_steps_are_logged(story, caplog):
     caplog.set_level("DEBUG", "bitnet_ref.serving")
     with story.engine() as engine:

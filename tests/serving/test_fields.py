@@ -8,11 +8,12 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import pytest
-from helpers import chat_folder
+from helpers import chat_folder, model
 from server_runs import RunningServer, events, until
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http import fingerprint as fingerprint_module
+from bitnet_ref.serving.http.chat_prompt import chat_ids, chat_text
 from bitnet_ref.serving.http.fields import OFF, REFUSED, WITHOUT_EFFECT
 from bitnet_ref.serving.http.schemas import BODIES, RequestError, check
 
@@ -244,6 +245,9 @@ def test_log_probabilities_of_the_prompt(ask):
     ):
         assert row[str(token)]["logprob"] == logprob
         assert row[str(token)]["rank"] == (1 if len(row) == 1 else None)
+    both = ask(COMPLETION, echo=True, logprobs=1, prompt_logprobs=3)["choices"][0]
+    assert both["prompt_logprobs"] == ask(COMPLETION, prompt_logprobs=3)["choices"][0]["prompt_logprobs"]
+    assert both["logprobs"]["token_logprobs"] == scored["token_logprobs"]
     assert len(ask(prompt_logprobs=0, return_token_ids=True)["prompt_logprobs"]) == 13
     named = ask(logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
     written = [each["token"] for each in named["logprobs"]["content"]]
@@ -259,7 +263,7 @@ def test_allowed_tokens(ask):
         assert ids != free
 
 
-def test_special_tokens_of_prompt_and_text(ask):
+def test_special_tokens_of_prompt_and_text(ask, tmp_path):
     with_bos, without = (ask(COMPLETION, add_special_tokens=adds, return_token_ids=True) for adds in (True, False))
     ids = with_bos["choices"][0]["prompt_token_ids"]
     assert without["choices"][0]["prompt_token_ids"] == ids[1:]
@@ -267,6 +271,12 @@ def test_special_tokens_of_prompt_and_text(ask):
         ask(return_token_ids=True)["prompt_token_ids"]
         == ask(return_token_ids=True, add_special_tokens=True)["prompt_token_ids"]
     )  # the template has written BOS, which is not doubled
+    talker = model(chat_folder(tmp_path))
+    plain, special = (
+        chat_ids(talker, {"messages": HELLO, "add_special_tokens": adds}, "{{ messages[0].content }}", False)
+        for adds in (False, True)
+    )
+    assert special == [1, *plain]  # as `/tokenize` answers
     bias = {"logit_bias": {"1": 100}, "max_tokens": 2}
     for path, read in ((COMPLETION, lambda each: each["text"]), (CHAT, lambda each: each["message"]["content"])):
         assert "<s>" not in read(ask(path, **bias)["choices"][0])
@@ -285,6 +295,8 @@ def test_the_prompt_is_cut(ask):
     vectors = ask(EMBEDDINGS, input=[PROMPT, ids[:2]], truncate_prompt_tokens=2, truncation_side="right")
     assert vectors["data"][0]["embedding"] == vectors["data"][1]["embedding"]
     assert vectors["usage"]["prompt_tokens"] == 4
+    ask(EMBEDDINGS, status=400, input=long[0]["content"])
+    assert ask(EMBEDDINGS, input=long[0]["content"], truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 256
 
 
 def test_inputs_of_texts_and_token_ids(ask):
@@ -319,6 +331,14 @@ def test_a_reply_begins_with_the_last_message(server, ask, stream):
         text = answer["choices"][0]["message"]["content"]
     assert text == "I am" + plain
     assert ask(echo=True)["choices"] == ask()["choices"]  # the user's words are no part of a reply
+
+
+def test_developers_are_the_system_where_the_template_knows_none(server, tmp_path):
+    talk = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    prompt = server.post("/apply-template", {"model": "talker", "messages": talk})[2]["prompt"]
+    assert prompt.startswith("<s>system: Be brief.\nuser: Hello\n")
+    talker = model(chat_folder(tmp_path))
+    assert chat_text(talker, {"messages": talk}, "{{ messages[0].role }}{# developer #}", False) == "developer"
 
 
 def test_documents_reach_the_template(ask):

@@ -101,6 +101,24 @@ def test_settings_go_before_them_and_plain_takes_none(folder, story):
             assert chat(server) == reply_to_hello(story, **expected)
 
 
+def test_the_setting_of_a_length_is_for_every_path(folder):
+    settings = {"sampling": {"max_tokens": 5, "ignore_eos": True}}
+    bodies = {
+        "/v1/completions": {"prompt": PROMPT},
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/responses": {"input": "Hello"},
+        "/completion": {"prompt": PROMPT},
+        "/api/chat": {"messages": HELLO, "stream": False},
+        "/api/generate": {"prompt": PROMPT, "raw": True, "stream": False},
+    }
+    with RunningServer({"talker": folder}, settings=settings) as server:
+        for path, body in bodies.items():
+            answer = server.post(path, body)[2]
+            counts = {**answer, **answer.get("usage", {})}
+            names = ("completion_tokens", "output_tokens", "tokens_predicted", "eval_count")
+            assert [counts[name] for name in names if name in counts] == [5], path
+
+
 @pytest.mark.parametrize("body", [{}, {"temperature": 0}, {"use_beam_search": True, "n": 2}])
 def test_bad_words_ids_are_texts_that_no_reply_has(story, tmp_path, body):
     """bad_words_ids of transformers are tokens; here other tokens of the same text do not pass either."""

@@ -43,6 +43,9 @@ def test_requests_and_beams_give_what_each_gives_alone(story, replicas):
         used = [each.metrics.snapshot()["engine_steps"] for each in engine.engines]
         assert len(used) == replicas
         assert all(used)
+        ends = [story.end_s for story in engine.stories]
+        assert ends == sorted(ends)
+        assert len(ends) == len(PROMPTS) + 2 * len(PARAMS) + 1
     for each in engine.engines:
         check(each)
         assert each.model is story  # one set of weights

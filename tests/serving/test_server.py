@@ -214,6 +214,19 @@ def test_beams(client, running):
     until(lambda: not running.engines["storyteller"].requests)
 
 
+def test_beams_of_which_a_guide_allows_fewer(running):
+    pytest.importorskip("llguidance")
+    prompts, guide = [PROMPT, "Alice"], {"guided_regex": "[!?]"}
+    body = {"model": "storyteller", "prompt": prompts, "use_beam_search": True, "n": 6, **guide}
+    answer = running.post("/v1/completions", body)[2]
+    groups = model(STORY, BACKEND, threads=1).generate(prompts, n=6, num_beams=6, **guide)
+    outs = [out for group in groups for out in group]
+    assert 2 <= len(outs) < 12
+    assert [choice["text"].strip() for choice in answer["choices"]] == [out.text.strip() for out in outs]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(outs)))
+    assert answer["usage"]["completion_tokens"] == sum(len(out.token_ids) for out in outs)
+
+
 def test_the_prompts_own_log_probabilities(client):
     """As an evaluation asks for them: echo, logprobs, and no new token."""
     story, text = model(STORY, BACKEND, threads=1), "The rabbit ran away."
@@ -304,6 +317,11 @@ def test_replies_that_match_a_schema(client):
         model="talker", messages=HELLO, max_tokens=30, extra_body={"guided_json": schema}
     )
     assert json.loads(guided.choices[0].message.content).keys() == {"n"}
+    for text in (json.dumps(schema), json.dumps({**schema, "required": ["n", "m"]})):  # as a text: the same
+        guided = client.chat.completions.create(
+            model="talker", messages=HELLO, max_tokens=60, seed=1, extra_body={"guided_json": text}
+        )
+        assert guided.choices[0].message.content.startswith('{"n":')
     free = client.chat.completions.create(
         model="talker", messages=HELLO, max_tokens=8, response_format={"type": "json_object"}
     )

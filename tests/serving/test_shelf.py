@@ -104,6 +104,21 @@ def test_room_is_made_by_the_one_that_was_idle_longest(tmp_path, opened):
     asyncio.run(run())
 
 
+def test_an_engine_that_has_stopped_takes_no_room(opened):
+    """It stopped by a fault of its own; the next request loads the model again, also where there is room for one."""
+
+    async def use():
+        shelf = ModelShelf({"a": TINY}, opened)
+        await shelf.load_first()
+        place = shelf.places["a"]
+        shelf._budget, stopped = place.nbytes, place.engine
+        stopped.close()
+        async with shelf.borrow(place) as engine:
+            assert engine is not stopped
+
+    asyncio.run(use())
+
+
 def test_idle_models_are_looked_for_in_time(opened, monkeypatch):
     """After a quarter of the time that they may be idle, and at least once a minute."""
     slept, clock = [], SimpleNamespace(now=1000.0)

@@ -6,7 +6,7 @@ import pytest
 
 from bitnet_ref.serving.http.events import CallArguments, CallStart, Reply, Text
 from bitnet_ref.serving.http.tool_formats import FORMATS, find_format
-from bitnet_ref.serving.http.tools import ToolReader, choose_tools
+from bitnet_ref.serving.http.tools import ToolReader, choose_tools, close_objects
 
 TOOLS = {"f": {"properties": {"a": {"type": "string"}, "n": {}}}, "g": {}}
 BY_NAME = {form.name: form for form in FORMATS}
@@ -167,6 +167,8 @@ def test_arguments_are_only_those_that_are_declared():
     assert found["additionalProperties"] is False
     assert (found["properties"]["x"], found["properties"]["z"]["items"]) == (closed, closed)
     assert found["properties"]["w"] == {"type": "object", "allOf": [inner]}
+    for required, is_closed in ((["y"], True), (["y", "other"], False)):  # one that is required is possible
+        assert ("additionalProperties" in close_objects({**inner, "required": required})) == is_closed
 
 
 @pytest.mark.thorough

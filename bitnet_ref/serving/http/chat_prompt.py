@@ -15,13 +15,16 @@ from .tools import custom_arguments, read_tools
 
 def chat_ids(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> list[int]:
     """The conversation of a body in the form of the model's chat template, as token ids."""
-    return model.tokenizer.encode(chat_text(model, body, chat_template, with_tools), add_special_tokens=False)
+    return model.tokenizer.encode(
+        chat_text(model, body, chat_template, with_tools), bool(body.get("add_special_tokens"))
+    )
 
 
 def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> str:
     """The conversation of a body in the form of the model's chat template."""
     tokenizer, tools = model.tokenizer, read_tools(body.get("tools") or [])[0] if with_tools else None
-    if tools and "tools" not in (chat_template or tokenizer.template_for(True) or ""):
+    template = chat_template or tokenizer.template_for(bool(tools)) or ""
+    if tools and "tools" not in template:
         name = "functions" if body.get("functions") else "tools"
         raise RequestError(f"{name}: the chat template of this model has no place for tools", name)
     variables = {**thinking_variables(body), **(body.get("chat_template_kwargs") or {})}
@@ -31,6 +34,8 @@ def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | 
     if body.get("documents"):
         variables["documents"] = body["documents"]
     messages = [plain_message(message, number) for number, message in enumerate(body["messages"])]
+    if "developer" not in template:  # OpenAI's newer name of the system's role
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     begins = body.get("add_generation_prompt")
     last, name = messages[-1], "continue_final_message"
     goes_on = bool(body.get(name))

@@ -15,6 +15,7 @@ from typing import Any
 from ...backends.loaded import LoadedModel
 from ...generation.guide_prover import prove_guide
 from ...generation.params import GUIDES
+from ...generation.processors import FEW_WORDS
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from ..tickets import RequestHandle
@@ -63,9 +64,11 @@ class Asked:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     def is_quick(self, engine: Engine) -> bool:
-        """Whether `submit` takes no time: one text, and no guide, which would be compiled."""
-        names = {**engine.config.sampling, **self.params}
-        return len(self.prompts) == 1 and self.params.get("n", 1) == 1 and names.keys().isdisjoint(GUIDES)
+        """Whether `submit` takes no time: one text, no guide, which would be compiled, and few words to ban."""
+        params = {**engine.config.sampling, **self.params}
+        words = params.get("bad_words", ())
+        is_one = len(self.prompts) == 1 and params.get("n", 1) == 1
+        return is_one and params.keys().isdisjoint(GUIDES) and (isinstance(words, str) or len(words) <= FEW_WORDS)
 
     def submit(self, engine: Engine, timeout_s: float | None = None) -> list[Choice]:
         """Queue all texts: n of each prompt. Raises what `Engine.submit` and `prove_guide` raise."""
@@ -95,7 +98,8 @@ class Asked:
 
     def response(self, choices: Sequence[Choice], results: Sequence[Generation]) -> dict[str, Any]:
         """All texts in one object; the best `n` of each prompt where more were generated."""
-        total, every = usage(self, choices), list(zip(choices, results, strict=True))
+        total, pairs = usage(self, choices), zip(choices, results, strict=True)
+        every = [(choice, result) for choice, result in pairs if not choice.is_missing]
         size = self.params.get("n", 1)
         if self.n < size:
             groups = [every[first : first + size] for first in range(0, len(every), size)]
@@ -129,6 +133,7 @@ class Choice:
         """rank: among the n texts of its prompt."""
         self.asked, self.index, self.handle, self.tokenizer = asked, index, handle, model.tokenizer
         self._rank, self._result_tokens = rank, 0
+        self.is_missing = False  # a guide allows fewer texts than beams
         self._prompt_ids: list[int] = handle.prompt_token_ids
         self._tokens = model.vocabulary.tokens if asked.top is not None or asked.shows_prompt_logprobs else []
         self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
@@ -150,9 +155,11 @@ class Choice:
         return self._pick(await self.handle.aresult())
 
     def _pick(self, results: Generation | list[Generation]) -> Generation:
-        result = results[self._rank] if isinstance(results, list) else results
-        self._result_tokens = len(result.token_ids)
-        return result
+        if isinstance(results, list):
+            self.is_missing = self._rank >= len(results)
+            results = results[-1 if self.is_missing else self._rank]
+        self._result_tokens = 0 if self.is_missing else len(results.token_ids)
+        return results
 
     def opening(self) -> dict[str, Any]:
         """The first chunk of a chat's stream: the role."""

@@ -127,7 +127,7 @@ def read_completion(body: Mapping[str, Any], name: str, engine: Engine, chat_tem
     prompt = body["prompt"]
     if isinstance(prompt, list):
         prompt = [int(token) for token in prompt]  # JSON has 1.0 for 1
-    return ask_completion({**_read_sampling(body), "prompt": prompt}, name, engine, CompletionWriter)
+    return _ask(body, prompt, name, engine)
 
 
 def read_infill(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
@@ -135,16 +135,20 @@ def read_infill(body: Mapping[str, Any], name: str, engine: Engine, chat_templat
     extra = "".join(f"{part['text']}\n" for part in body.get("input_extra") or [])
     prefix = extra + body["input_prefix"] + (body.get("prompt") or "")
     ids = infill_ids(engine.model.tokenizer, prefix, body["input_suffix"], "input_suffix")
-    return ask_completion({**_read_sampling(body), "prompt": ids}, name, engine, CompletionWriter)
+    return _ask(body, ids, name, engine)
 
 
-def _read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    common = {name: body[name] for name in SAMPLING if name in body and name not in ("n_predict", "n_probs")}
+def _ask(body: Mapping[str, Any], prompt: str | list[int], name: str, engine: Engine) -> Asked:
+    common = {each: body[each] for each in SAMPLING if each in body and each not in ("n_predict", "n_probs")}
     wanted = body.get("n_predict") if body.get("n_predict") is not None else body.get("max_tokens")
+    if wanted is None:
+        wanted = engine.config.sampling.get("max_tokens")
     common["max_tokens"] = DEFAULT_REPLY_TOKENS if wanted is None or wanted < 0 else max(1, wanted)
     if body.get("n_probs"):
         common["logprobs"] = body["n_probs"]
-    return common
+    asked = ask_completion({**common, "prompt": prompt}, name, engine, CompletionWriter)
+    asked.is_only_scored = wanted == 0  # the prompt is computed, and no token is given
+    return asked
 
 
 class CompletionWriter(Writer):
@@ -160,8 +164,9 @@ class CompletionWriter(Writer):
         part = choice.part(chunk) or {"text": ""}
         if chunk.finish_reason is not None:
             self._finish, self._stop = chunk.finish_reason, chunk.stop_reason
-        facts = {"index": 0, "content": part["text"], "tokens": [chunk.token_id], "stop": False}
-        return write_event({**facts, **self._probabilities([chunk.token_id], part.get("logprobs"))})
+        ids = self._given([chunk.token_id])
+        facts = {"index": 0, "content": part["text"], "tokens": ids, "stop": False}
+        return write_event({**facts, **self._probabilities(ids, part.get("logprobs"))})
 
     def closing(self) -> str:
         return write_event({"index": 0, "content": "", "tokens": [], **self._end()})
@@ -173,8 +178,12 @@ class CompletionWriter(Writer):
         result = results[0]
         written = self.choice.whole(result, 0)
         self._finish, self._stop = result.finish_reason, result.stop_reason
-        probabilities = self._probabilities(result.token_ids, written.get("logprobs"))
-        return {"index": 0, "content": written["text"], "tokens": result.token_ids, **self._end(), **probabilities}
+        ids = self._given(result.token_ids)
+        probabilities = self._probabilities(ids, written.get("logprobs"))
+        return {"index": 0, "content": written["text"], "tokens": ids, **self._end(), **probabilities}
+
+    def _given(self, ids: list[int]) -> list[int]:
+        return [] if self.asked.is_only_scored else ids
 
     def _probabilities(self, ids: Sequence[int], logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         if not logprobs:
@@ -196,7 +205,7 @@ class CompletionWriter(Writer):
         stats = self.choice.handle.stats
         is_word = self._finish == "stop" and isinstance(self._stop, str)
         kind = "limit" if self._finish == "length" else "word" if is_word else "eos"
-        prompt, new = stats.prompt_tokens, stats.generated_tokens
+        prompt, new = stats.prompt_tokens, 0 if self.asked.is_only_scored else stats.generated_tokens
         computed = prompt - stats.cached_tokens
         return {
             "id_slot": 0,

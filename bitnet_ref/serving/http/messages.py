@@ -107,7 +107,8 @@ def make_routes(server: Server) -> list[Route]:
             def tokens() -> int:
                 chat = {key: value for key, value in read_body(body).items() if value is not None}
                 schemas.check(chat, "/v1/chat/completions")
-                return len(chat_ids(engine.model, chat, server.chat_template, bool(chat.get("tools"))))
+                has_tools = bool(chat.get("tools")) and chat.get("tool_choice") != "none"
+                return len(chat_ids(engine.model, chat, server.chat_template, has_tools))
 
             return JSONResponse({"input_tokens": await server.work(tokens)})
 

@@ -149,8 +149,11 @@ def make_routes(server: Server) -> list[Route]:
         keep(server.shelf.place(body.get("model")), body.get("keep_alive"))
         if texts == []:
             return JSONResponse({"model": body.get("model"), "embeddings": []})
+        given = {"input": texts}
+        if body.get("truncate") is not False:
+            given |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
         async with server.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, {"input": texts}))
+            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, given))
             record_of(request).prompt_tokens = tokens
         rows = vectors.tolist()
         if body.get("dimensions") not in (None, len(rows[0])):
@@ -197,10 +200,12 @@ def read_seconds(value: str | float) -> float | None:
     """Of `keep_alive`: a number of seconds, or a text like "5m" or "1h30m". None: for ever (negative). Raises
     RequestError.
 
-    >>> [read_seconds(value) for value in (0, "90", "5m", "1h30m", "-1s")]
-    [0.0, 90.0, 300.0, 5400.0, None]
+    >>> [read_seconds(value) for value in (0, 1e-5, "90", "5m", "1h30m", "-1s", -1)]
+    [0, 1e-05, 90.0, 300.0, 5400.0, None, None]
     """
-    text = str(value).strip()
+    if not isinstance(value, str):
+        return None if value < 0 else value
+    text = value.strip()
     parts = re.findall(r"(\d{1,9}(?:\.\d{1,9})?)(ms|h|m|s|$)", text)
     if not parts or "".join(number + unit for number, unit in parts) != text.removeprefix("-"):
         raise RequestError(f"keep_alive: expected seconds or a text like '5m', got {text[:40]!r}", "keep_alive")
@@ -286,7 +291,7 @@ def read_generate(body: Mapping[str, Any], name: str, engine: Engine, chat_templ
     elif body.get("system"):
         prompt = f"{body['system']}\n\n{prompt}"
     given = {key: value for key, value in common.items() if key not in ("reasoning_effort", "enable_thinking")}
-    given.setdefault("max_tokens", DEFAULT_REPLY_TOKENS)
+    given.setdefault("max_tokens", engine.config.sampling.get("max_tokens") or DEFAULT_REPLY_TOKENS)
     return ask_completion({**given, "prompt": prompt}, name, engine, GenerateWriter)
 
 

@@ -264,9 +264,13 @@ class ResponseWriter(BlockWriter):
         return text + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def closing(self) -> str:
+        ends = ""
+        if self.finish is None:
+            self.finish = "cancelled"
+            ends = self.end_blocks()
         response = self._finish()
         kind = "completed" if response["status"] == "completed" else "incomplete"
-        return self._event(f"response.{kind}", response=response)
+        return ends + self._event(f"response.{kind}", response=response)
 
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:
         self._store.running.pop(self.id, None)
@@ -281,9 +285,8 @@ class ResponseWriter(BlockWriter):
     def _finish(self) -> dict[str, Any]:
         """The whole response, which is stored."""
         self._store.running.pop(self.id, None)
-        if self.finish is None:  # it was cancelled
-            self.end_blocks()
-        status = {"stop": "completed", "tool_calls": "completed", None: "cancelled"}.get(self.finish, "incomplete")
+        statuses = {"stop": "completed", "tool_calls": "completed", "cancelled": "cancelled"}
+        status = statuses.get(self.finish or "", "incomplete")
         response = self._response(status)
         if status == "incomplete":
             reason = "max_output_tokens" if self.finish == "length" else "content_filter"

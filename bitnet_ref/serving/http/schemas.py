@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Collection
 from functools import cache
@@ -256,14 +257,19 @@ declare_body(
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a request's body. Raises RequestError for what is no JSON, is nested deeper than 64, or has half of
-    a surrogate pair in a text: no tokenizer, header or file takes that."""
+    """The value of a request's body. Raises RequestError for what is no JSON, is nested deeper than 64, or has what no
+    answer could say again: a number that is too large, half of a surrogate pair in a text."""
 
     def refuse(text: str) -> NoReturn:
         raise ValueError(f"{text} is no JSON number")
 
+    def read_float(text: str) -> float:
+        if math.isinf(number := float(text)):
+            raise ValueError(f"{text[:40]} is too large a number")
+        return number
+
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        value = json.loads(data.decode("utf-8"), parse_constant=refuse, parse_float=read_float)
     except (ValueError, RecursionError) as problem:
         raise RequestError(f"the body is no JSON: {problem}") from problem
     level, depth = [value], 0

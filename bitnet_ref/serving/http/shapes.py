@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,8 @@ Read = Callable[[Mapping[str, Any], str, Engine, str | None], Asked]
 
 def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema; without any template. Raises RequestError."""
-    default = DEFAULT_REPLY_TOKENS if (body.get("n_predict") or 0) < 0 else DEFAULT_COMPLETION_TOKENS
+    default = engine.config.sampling.get("max_tokens") or DEFAULT_COMPLETION_TOKENS
+    default = DEFAULT_REPLY_TOKENS if (body.get("n_predict") or 0) < 0 else default
     body = rename_fields(body)
     params, common = _read_common(body, engine)
     prompt, echo, top = body["prompt"], bool(body.get("echo")), body.get("logprobs")
@@ -55,7 +58,7 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, ch
         raise RequestError("max_tokens: 0 asks for no text, unless echo is true; expected at least 1", "max_tokens")
     params["max_tokens"] = max(1, params["max_tokens"])
     if echo and top is not None:
-        params["prompt_logprobs"] = top
+        params.setdefault("prompt_logprobs", top)  # as in vLLM
     n, best_of = params.get("n", 1), body.get("best_of") or params.get("n", 1)
     if best_of < n or (best_of > n and (common["stream"] or "num_beams" in params)):
         message = f"best_of: expected at least n, {n}, and no more in a stream or with beams; got {best_of}"
@@ -134,7 +137,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     params["shown_tokens"] = [*params.get("shown_tokens", ()), *shown]
     sampling = SamplingParams.of(**{**engine.config.sampling, **params})
     if sampling.max_tokens is None:
-        params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling)
+        params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling, engine.cache.capacity)
     top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     asked = Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top)
     asked.reply, asked.custom = ReplyReader(thinking, tools), frozenset(custom)
@@ -185,7 +188,9 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         params["logit_bias"] = read_biases(params["logit_bias"], engine.model.tokenizer)
     if params.get("top_k") == -1:  # vLLM's "no limit"
         params["top_k"] = 0
-    if "seed" in params:
+    if params.get("seed") == -1:  # a random one, for vLLM, llama-server and Ollama
+        del params["seed"]
+    elif "seed" in params:
         params["seed"] %= 2**64
     if body.get("use_beam_search"):  # vLLM's: n is the number of beams
         if body.get("stream"):
@@ -261,8 +266,11 @@ def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> None:
 
 def _tighten(params: dict[str, Any]) -> None:
     """A schema for JSON without white space or properties that it does not name."""
-    if isinstance(params.get("guided_json"), dict):
-        params["guided_json"] = {"x-guidance": COMPACT, **close_objects(params["guided_json"])}
+    schema = params.get("guided_json")
+    with suppress(ValueError, RecursionError):  # a text that is no JSON, or nested too deep, is refused later
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(schema, dict):
+            params["guided_json"] = {"x-guidance": COMPACT, **close_objects(schema)}
 
 
 def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]]:
@@ -270,7 +278,7 @@ def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]
     parts, _ = split_prompts(body["input"])
     if body.get("add_special_tokens") is False:
         parts = [model.tokenizer.encode(part, False) if isinstance(part, str) else part for part in parts]
-    return [truncate_ids(ids.tolist(), body, model, 0) for ids in token_rows(model, parts)]
+    return [truncate_ids(ids.tolist(), body, model, 0) for ids in token_rows(model, parts, any_length=True)]
 
 
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats, tokens: int) -> dict[str, Any]:

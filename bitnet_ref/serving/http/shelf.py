@@ -123,7 +123,10 @@ class ModelShelf:
         place.users += 1  # first, so that it is not dropped between
         try:
             async with place.lock:
-                if place.engine is None or place.engine.closed:
+                if place.engine is not None and place.engine.closed:  # by a fault of its own: it needs no memory now
+                    place.engine = None
+                    await asyncio.to_thread(gc.collect)
+                if place.engine is None:
                     await self._load_for_request(place)
             assert place.engine is not None
             yield place.engine

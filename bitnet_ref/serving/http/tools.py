@@ -316,7 +316,7 @@ MIXED = {"$ref", "$id", "anyOf", "oneOf", "allOf", "if"}  # what may say more ab
 
 def close_objects(schema: Any) -> Any:
     """A JSON schema whose objects have only the properties that they name, where they name some and it says nothing
-    of others. Else a model invents more of them; llama-server and vLLM read schemas so too.
+    of others, nor requires them. Else a model invents more of them; llama-server and vLLM read schemas so too.
 
     >>> close_objects({"type": "object", "properties": {"x": {"type": "object"}}})
     {'type': 'object', 'properties': {'x': {'type': 'object'}}, 'additionalProperties': False}
@@ -332,7 +332,10 @@ def close_objects(schema: Any) -> Any:
             closed[key] = [close_objects(each) for each in schema[key]]
     if isinstance(schema.get("items"), dict):
         closed["items"] = close_objects(schema["items"])
-    if schema.get("type") == "object" and schema.get("properties") and not schema.keys() & (OPEN | MIXED):
+    properties = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
+    required = schema["required"] if isinstance(schema.get("required"), list) else []
+    names_all = properties.keys() >= set(map(str, required))
+    if schema.get("type") == "object" and properties and names_all and not schema.keys() & (OPEN | MIXED):
         closed["additionalProperties"] = False
     return closed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...generation.chat import reply_room
 from ...generation.overflow import ContextWindow
 from ...generation.params import SamplingParams
 from ..engine import Engine
@@ -40,7 +41,7 @@ def cut_tokens(asked: Asked, engine: Engine, writer: MakeWriter) -> Asked:
     sampling = SamplingParams.of(**{**engine.config.sampling, **asked.params})
     window = ContextWindow.of(engine.model, sampling)
     tokens = len(engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    room = min(window.size, engine.cache.capacity) - tokens
+    room = reply_room(window, tokens, engine.cache.capacity)
     if sampling.max_tokens is not None and not window.moves and 1 <= room < sampling.max_tokens:
         asked.params["max_tokens"] = room
     return asked
