@@ -14,6 +14,7 @@ from bitnet_ref.errors import ConfigError, FormatError, GenerationError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.embed import instruction_prompt, published_prompts, quantize_embeddings
+from bitnet_ref.inspection import inspect_model
 
 TEXTS = ["The cat sat on the mat.", "A cat sat there.", "Ships sail."]
 
@@ -98,6 +99,8 @@ def test_modules_that_are_not_done(tmp_path):
     (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(ConfigError, match="Dense is not done"):
         bitnet_ref.load(folder, backend="numpy")
+    (error,) = inspect_model(folder).errors
+    assert (error.part, error.field, error.message[:18]) == ("config", "type", "Dense is not done;")
     (folder / "modules.json").write_text("{")
     with pytest.raises(ConfigError, match="list of modules"):
         bitnet_ref.load(folder, backend="numpy")
