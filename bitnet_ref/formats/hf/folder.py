@@ -57,7 +57,9 @@ from .wrappers import hf_form
 
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
+# Of sentence-transformers; the last has prompts
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
+MODULES = ("Transformer", "Pooling", "Normalize")  # of its modules.json
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -199,21 +201,21 @@ def read_folder_config(path: Path, allow_unquantized: bool = False) -> ModelConf
 
 def _embedding_fields(folder: Path) -> dict[str, Any]:
     """The fields of the config that the files of sentence-transformers say, if there are any. Raises ConfigError."""
-    modules, path, out = folder / "modules.json", folder / "1_Pooling" / "config.json", dict[str, Any]()
-    if modules.is_file():
+    (modules, path, _), out = (folder / name for name in EMBEDDING_FILES), dict[str, Any]()
+    if is_present(modules):
         try:
             kinds = [
                 str(each["type"]).rpartition(".")[2]
-                for each in json.loads(read_bounded(modules, ConfigError, MAX_INDEX_BYTES))
+                for each in json.loads(read_bounded(modules, ConfigError, MAX_INDEX_BYTES, folder))
             ]
         except (ValueError, TypeError, KeyError) as problem:
             raise ConfigError("expected a list of modules, each with a type", path=modules) from problem
         if unknown := [kind for kind in kinds if kind not in MODULES]:
             raise ConfigError(f"{unknown[0]} is not done; there are: {', '.join(MODULES)}", path=modules, field="type")
         out["unit_embeddings"] = "Normalize" in kinds
-    if not path.is_file():
+    if not is_present(path):
         return out
-    raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES)
+    raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES, folder)
     modes = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ConfigError(f"expected one of {', '.join(POOLINGS)} to be true, got {modes}", path=path)
