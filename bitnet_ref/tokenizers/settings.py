@@ -16,6 +16,7 @@ from ..system.json_file import decode_text
 from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, get_optional
 
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -95,6 +96,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         flags = {key: get_optional(config, key, bool) for key in ("add_bos_token", "add_eos_token", "legacy")}
     tables = {name: files.json_object(name) for name in ("generation_config.json", "config.json")}
     bos_ids, pad_ids, eos_ids = (_config_ids(files, tables, f"{name}_token_id") for name in ("bos", "pad", "eos"))
+    stated = {} if _TEMPLATE in files else config  # that file replaces all templates of the other, as in transformers
     return TokenizerSettings(
         **named,
         add_bos=flags["add_bos_token"],
@@ -104,8 +106,8 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         pad_id=next(iter(pad_ids), None),
         eos_ids=eos_ids,
         added_tokens=tuple(added.values()),
-        chat_template=_template(files, config, "chat_template.jinja", "default"),
-        tool_template=_template(files, config, TOOL_TEMPLATE, "tool_use"),
+        chat_template=_template(files, stated, _TEMPLATE, "default"),
+        tool_template=_template(files, stated, TOOL_TEMPLATE, "tool_use"),
         sampling=_sampling(tables["generation_config.json"]),
         bad_words=_bad_words(files, tables["generation_config.json"]),
         path=str(files.root),
