@@ -24,8 +24,8 @@ from .base import Tokenizer
 from .files import AnyPath
 from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
 from .gguf_keys import PREFIX, GgufVocabulary
-from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
-from .sentencepiece_model import CONTROL, UNKNOWN
+from .gguf_sentencepiece import ADDED_SCORE, model_from_vocabulary, vocabulary_from_model
+from .sentencepiece_model import CONTROL, UNKNOWN, UNUSED
 from .settings import TOOL_TEMPLATE, TokenizerSettings
 
 log = logging.getLogger(__name__)
@@ -134,6 +134,17 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
         for key, name in _SAMPLING.items()
         if name in sampling
     }
+
+
+def pad_vocabulary(metadata: dict[str, Any], size: int) -> dict[str, Any]:
+    """The metadata with unused tokens up to so many, as llama.cpp's converter adds them."""
+    tokens = metadata[PREFIX + "tokens"]
+    out = {**metadata, PREFIX + "tokens": [*tokens, *(f"[PAD{n}]" for n in range(len(tokens), size))]}
+    for key, value in (("token_type", UNUSED), ("scores", ADDED_SCORE)):
+        if (array := metadata.get(PREFIX + key)) is not None:
+            padding = np.full(max(0, size - len(tokens)), value, array.dtype)
+            out[PREFIX + key] = np.concatenate([array, padding])
+    return out
 
 
 def _sampling_from_gguf(metadata: Mapping[str, Any]) -> dict[str, float]:

@@ -696,6 +696,16 @@ def kills_at_random(target, folder, count):
     assert os.listdir(folder) == [path.name]
 
 
+def test_a_gguf_has_a_token_for_each_row_of_the_embedding(tmp_path):
+    """As llama.cpp requires, whose vocabulary is as long as this array."""
+    folder = write_checkpoint(tmp_path / "m", TINY | {"vocab_size": 4099, "eos_token_id": 2})
+    shutil.copy(ASSETS / "storyteller" / "tokenizer.model", folder)
+    assert convert(folder, tmp_path / "m.gguf", "gguf-f16", compute=False).tokenizer == "equal"
+    with GgufFile(tmp_path / "m.gguf") as file:
+        assert len(file.metadata["tokenizer.ggml.tokens"]) == 4099
+    assert read_tokenizer(tmp_path / "m.gguf").vocab_size == 4096
+
+
 def test_end_tokens_that_the_config_alone_names_take_the_free_keys():
     with open_checkpoint(ASSETS / "storyteller") as checkpoint:
         named = checkpoint.config.eos_token_ids[:1]

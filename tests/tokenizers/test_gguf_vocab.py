@@ -26,7 +26,7 @@ from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_file
 from bitnet_ref.tokenizers.gguf_bpe import _pre_of
 from bitnet_ref.tokenizers.gguf_keys import GgufVocabulary
 from bitnet_ref.tokenizers.gguf_sentencepiece import ADDED_SCORE, model_from_vocabulary
-from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
+from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, pad_vocabulary, tokenizer_files_from_gguf
 from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, UNKNOWN, read_model, write_model
 from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
 
@@ -226,6 +226,19 @@ def test_tokens_numbered_where_the_library_would_not() -> None:
     tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(out))
     assert tokenizer.encode("<first>" + EOT, add_special_tokens=False) == [0, 3 + tokens.index(EOT)]
     assert tokenizer.vocab_size == 3 + len(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_has_no_token(kind: str) -> None:
+    """llama.cpp needs a token for each row of the embedding; none of them is one of the tokenizer's."""
+    plain = gguf_from_tokenizer_files(FILES if kind == "storyteller" else byte_level(kind))
+    size = len(plain[G + "tokens"])
+    padded = pad_vocabulary(plain, size + 3)
+    assert padded[G + "tokens"][size:] == [f"[PAD{n}]" for n in range(size, size + 3)]
+    assert {len(padded[key]) for key in (G + "token_type", G + "scores") if key in padded} == {size + 3}
+    for metadata in (padded, plain, pad_vocabulary(plain, size - 1)):
+        after = gguf_from_tokenizer_files(tokenizer_files_from_gguf(metadata))
+        assert after[G + "tokens"] == plain[G + "tokens"]
 
 
 @pytest.mark.thorough
