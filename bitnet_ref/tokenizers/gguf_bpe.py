@@ -17,6 +17,7 @@ from ..errors import TokenizerError
 from ..system.json_file import parse_json_object
 from .base import Tokenizer
 from .gguf_keys import PREFIX, GgufVocabulary
+from .hf_limits import read_steps
 from .hf_tokenizer import HfTokenizer
 from .regex_cost import GPT2, LLAMA3, QWEN2
 from .sentencepiece_model import CONTROL, NORMAL, UNUSED, USER_DEFINED
@@ -179,13 +180,16 @@ def bpe_from_json(tokenizer: Tokenizer, data: bytes) -> dict[str, Any]:
     path = tokenizer.path or "tokenizer.json"
     table = parse_json_object(data, TokenizerError, path)
     model, decoder = table["model"], table.get("decoder") or {}
-    if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel" or table.get("normalizer") is not None:
+    normalizers = [step["type"] for _, step in read_steps(table.get("normalizer"), "normalizer")]
+    if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel" or {*normalizers} - {"NFC"}:
         raise TokenizerError(
             "GGUF holds byte-level BPE without a normalizer, and this tokenizer.json is another kind; if it was made "
             "from a SentencePiece model, give that tokenizer.model",
             path=path,
             field="model",
         )
+    if normalizers:  # of Qwen, which llama.cpp leaves out too
+        log.warning("GGUF cannot hold that a text is normalized (NFC) first; it is left out")
     pre, prefix = _pre_of(table.get("pre_tokenizer"), bool(model.get("ignore_merges")), path)
     added = tokenizer._tokenizer.get_added_tokens_decoder()
     tokens, types = [], []

@@ -4,7 +4,8 @@
 Both become files, so that the same reader, with its checks, serves folders and GGUFs.
 
 What GGUF cannot express, and our choice: whether text after a special token gets a space in front (llama.cpp: yes, in a
-"llama" vocabulary; here: no, as in transformers with `legacy: false`); which spaces added tokens take in (none).
+"llama" vocabulary; here: no, as in transformers with `legacy: false`); which spaces added tokens take in (none);
+that Qwen's texts are normalized, NFC, first (not).
 Source: llama.cpp, convert_hf_to_gguf.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
@@ -106,8 +107,8 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
     Values: str; bool; int (write as uint32); lists of str; float32, int32 and uint8 arrays. tokenizer.model is
     preferred to tokenizer.json, as in llama.cpp.
 
-    Raises TokenizerError: files that do not load, and what GGUF cannot express (a Unigram model, a normalizer, a
-    pre-tokenizer without a name, more than three stop tokens).
+    Raises TokenizerError: files that do not load, and what GGUF cannot express (a Unigram model, a normalizer
+    beyond NFC, a pre-tokenizer without a name, more than three stop tokens).
     """
     files = dict(files)
     if "tokenizer.model" in files:

@@ -431,6 +431,22 @@ def test_what_is_left_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert f"{[f'<{n}>' for n in range(8)]} take in the spaces" in greedy
 
 
+@pytest.mark.parametrize("steps", [[], ["NFC"], ["NFC", "Lowercase"]])
+def test_a_byte_level_vocabulary_with_a_normalizer(steps: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Qwen's is NFC, and DeepSeek's a sequence of nothing."""
+    files = byte_level("qwen2")
+    plain = gguf_from_tokenizer_files(files)
+    table = json.loads(files["tokenizer.json"])
+    table["normalizer"] = {"type": "Sequence", "normalizers": [{"type": step} for step in steps]}
+    files["tokenizer.json"] = json.dumps(table).encode()
+    if len(steps) > 1:
+        with pytest.raises(TokenizerError, match="without a normalizer"):
+            gguf_from_tokenizer_files(files)
+        return
+    assert gguf_from_tokenizer_files(files)[G + "tokens"] == plain[G + "tokens"]
+    assert ("normalized (NFC)" in caplog.text) == bool(steps)
+
+
 def test_many_unknown_tokens() -> None:
     """phi-3's vocabulary in llama.cpp has 53 of type 2: `<unk>`, and others that act as control tokens."""
     types = LLAMA[G + "token_type"].copy()
