@@ -54,6 +54,7 @@ class TokenizerSettings:
     pad_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
+    flags_count: bool = False  # those of added tokens with ids, before what tokenizer.json says of them
     chat_template: str | None = None
     tool_template: str | None = None  # the one named "tool_use": of conversations with tools
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # see `Tokenizer.recommended_sampling`
@@ -106,6 +107,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         pad_id=next(iter(pad_ids), None),
         eos_ids=eos_ids,
         added_tokens=tuple(added.values()),
+        flags_count="added_tokens_decoder" in config,
         chat_template=_template(files, stated, _TEMPLATE, "default"),
         tool_template=_template(files, stated, TOOL_TEMPLATE, "tool_use"),
         sampling=_sampling(tables["generation_config.json"]),

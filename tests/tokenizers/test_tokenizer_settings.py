@@ -123,6 +123,7 @@ def test_all_settings_of_a_folder(make_folder: Maker) -> None:
         bos_id=1,
         pad_id=11,
         eos_ids=(5, 4, 6),
+        flags_count=True,
         added_tokens=(
             AddedToken("<s>", special=True, lstrip=True),
             AddedToken("<unk>", special=True, normalized=True),
