@@ -45,6 +45,12 @@ _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _DEEPSEEK = (r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?{_MARKS}", r"\s+$", _CJK, r"\p{N}+")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 _GEMMA4 = (r"[^\n]+|[\n]+",)
 
 # pre -> (patterns, applied in order; ignore_merges: a whole piece that is a token is not merged; BOS by default).
@@ -60,6 +66,7 @@ _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     "falcon": (_FALCON, False, False),
     "deepseek-llm": (_DEEPSEEK, False, False),
     "deepseek-coder": (_DEEPSEEK_CODER, False, False),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (_DEEPSEEK_V3, False, False)),
     "default": (_DEFAULT, False, False),
 }
 SPACE = "\u2581"  # SentencePiece's

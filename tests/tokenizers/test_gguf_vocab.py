@@ -48,14 +48,20 @@ QWEN35 = (  # as Qwen3.5's has it: marks belong to their letters
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*"
     "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
-PRES = {"gpt-2": None, "llama-bpe": LLAMA3, "smaug-bpe": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35}
+PRES = {"gpt-2": (), "llama-bpe": (LLAMA3,), "smaug-bpe": (LLAMA3,), "qwen2": (QWEN2,), "qwen35": (QWEN35,)}
+PRES["hunyuan-dense"] = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^"""
+    "\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 
 
 def byte_level(pre: str) -> dict[str, bytes]:
     """A small byte-level BPE, trained here, with that pre-tokenizer."""
     tokenizer = LibraryTokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=PRES[pre] is None)
-    split = [] if PRES[pre] is None else [pre_tokenizers.Split(Regex(PRES[pre]), "isolated")]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not PRES[pre])
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRES[pre]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
     tokenizer.decoder = decoders.ByteLevel()
     texts = ["It's 12345 o'clock, said the lion; I'LL go.\n\n\t x = y+1\r\n", "naïve café 日本語 😀  the the the"] * 3
