@@ -19,7 +19,7 @@ from .base import Tokenizer
 from .gguf_keys import PREFIX, GgufVocabulary
 from .hf_limits import read_steps
 from .hf_tokenizer import HfTokenizer
-from .regex_cost import GPT2, LLAMA3, QWEN2
+from .regex_cost import DEEPSEEK_V3, GPT2, LLAMA3, QWEN2, QWEN35
 from .sentencepiece_model import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", GPT2)
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2.removesuffix(r"|\s+"), "[0-9][0-9][0-9]")
-_QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"?[^\s\p{L}\p{N}]", r"?[^\s\p{L}\p{M}\p{N}]")
 # Letters with a case, as DeepSeek's tokenizer.json lists them.
 _CASED = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
@@ -45,12 +44,6 @@ _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _DEEPSEEK = (r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?{_MARKS}", r"\s+$", _CJK, r"\p{N}+")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
-)
 _GEMMA4 = (r"[^\n]+|[\n]+",)
 
 # pre -> (patterns, applied in order; ignore_merges: a whole piece that is a token is not merged; BOS by default).
@@ -62,11 +55,11 @@ _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ((QWEN2,), False, False)),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((GPT2,), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGITS, False, False)),
-    "qwen35": ((_QWEN35,), False, False),
+    "qwen35": ((QWEN35,), False, False),
     "falcon": (_FALCON, False, False),
     "deepseek-llm": (_DEEPSEEK, False, False),
     "deepseek-coder": (_DEEPSEEK_CODER, False, False),
-    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (_DEEPSEEK_V3, False, False)),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (DEEPSEEK_V3, False, False)),
     "default": (_DEFAULT, False, False),
 }
 SPACE = "\u2581"  # SentencePiece's

@@ -234,6 +234,14 @@ def test_tokens_numbered_where_the_library_would_not() -> None:
     assert tokenizer.vocab_size == 3 + len(tokens)
 
 
+@pytest.mark.parametrize("pre", PRES)
+def test_a_long_run_of_blanks_is_no_long_search(pre: str) -> None:
+    tokenizer = load_tokenizer_files(byte_level(pre))
+    for blank in (" ", "\n", " \n"):
+        text = "a" + blank * 50_000 + "b"
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_has_no_token(kind: str) -> None:
     """llama.cpp needs a token for each row of the embedding; none of them is one of the tokenizer's."""
