@@ -19,6 +19,7 @@ _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", 
 _TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates
 
+_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _PENALTIES = ("repetition_penalty",)  # of them, those that greedy decoding takes too
 
@@ -49,6 +50,7 @@ class TokenizerSettings:
     pad_token: str | None = None
     add_bos: bool | None = None  # None: the vocabulary file or the kind of tokenizer decides
     add_eos: bool | None = None
+    add_prefix_space: bool = True  # SentencePiece: false takes away the space that the model puts before a text
     legacy: bool = False  # SentencePiece: put a space before every text between special tokens, not only the first
     bos_id: int | None = None  # from generation_config.json or config.json: used when no bos_token is named
     pad_id: int | None = None
@@ -94,7 +96,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
                 raise TokenizerError(message, field="added_tokens_decoder")
             special = token.special or (earlier is not None and earlier.special)
             added[token.content] = replace(token, special=special)
-        flags = {key: get_optional(config, key, bool) for key in ("add_bos_token", "add_eos_token", "legacy")}
+        flags = {key: get_optional(config, key, bool) for key in _FLAGS}
     tables = {name: files.json_object(name) for name in ("generation_config.json", "config.json")}
     bos_ids, pad_ids, eos_ids = (_config_ids(files, tables, f"{name}_token_id") for name in ("bos", "pad", "eos"))
     stated = {} if _TEMPLATE in files else config  # that file replaces all templates of the other, as in transformers
@@ -102,6 +104,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         **named,
         add_bos=flags["add_bos_token"],
         add_eos=flags["add_eos_token"],
+        add_prefix_space=flags["add_prefix_space"] is not False,
         legacy=bool(flags["legacy"]),
         bos_id=next(iter(bos_ids), None),
         pad_id=next(iter(pad_ids), None),
