@@ -48,6 +48,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "chat_template.jinja", TOOL_TEMPLATE),
 )
+# Of sentence-transformers; the last has prompts
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +245,12 @@ def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
 
 
 def write_tokenizer_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the tokenizer's files into a folder, where `read_tokenizer_folder` finds them."""
-    for name, data in checkpoint.tokenizer_files().items():
+    """Write the tokenizer's files, and the prompts beside the checkpoint, into a folder."""
+    files, prompts = checkpoint.tokenizer_files(), EMBEDDING_FILES[-1]
+    source = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if is_present(source / prompts):
+        files = files | {prompts: read_bounded(source / prompts, FormatError, MAX_TOKENIZER_BYTES, source)}
+    for name, data in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
 

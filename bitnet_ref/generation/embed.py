@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, GenerationError
 from ..families import family_of
-from ..formats.hf.folder import EMBEDDING_FILES
+from ..formats.checkpoint import EMBEDDING_FILES
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
 from ..system.json_file import is_present, read_json_object

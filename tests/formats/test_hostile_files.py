@@ -16,12 +16,11 @@ from bitnet_ref.cli.generation_options import content_of
 from bitnet_ref.crossval.receipt import read_receipt
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import BitNetRefError, FormatError
-from bitnet_ref.formats.checkpoint import check_room
+from bitnet_ref.formats.checkpoint import EMBEDDING_FILES, check_room
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.tl_tiles import read_kernel_config
 from bitnet_ref.formats.hashes import file_hash
 from bitnet_ref.formats.hf.config import parse_hf_config
-from bitnet_ref.formats.hf.folder import EMBEDDING_FILES
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.generation.embed import published_prompts
 from bitnet_ref.inspection import inspect_model, show_tensor

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError, StorageError
-from bitnet_ref.formats.hf.folder import EMBEDDING_FILES
+from bitnet_ref.formats.checkpoint import EMBEDDING_FILES
 from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
 from bitnet_ref.formats.registry.links import MAX_PATH_BYTES, home, linked_path, links, remove_link

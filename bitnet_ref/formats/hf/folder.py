@@ -27,6 +27,7 @@ from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
+    EMBEDDING_FILES,
     Checkpoint,
     LoadOptions,
     all_linears,
@@ -57,9 +58,7 @@ from .wrappers import hf_form
 
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Of sentence-transformers; the last has prompts
-EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
-MODULES = ("Transformer", "Pooling", "Normalize")  # of its modules.json
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
 _FLOATS = ("BF16", "F16", "F32")
 

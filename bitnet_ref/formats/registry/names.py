@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ...errors import RegistryError
 from ...system.sharing import split_names
-from ..checkpoint import TOKENIZER_FILES
-from ..hf.folder import EMBEDDING_FILES, INDEX_FILE, SINGLE_FILE
+from ..checkpoint import EMBEDDING_FILES, TOKENIZER_FILES
+from ..hf.folder import INDEX_FILE, SINGLE_FILE
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 
 MODEL_CARD = "README.md"  # names the licence
