@@ -208,10 +208,6 @@ KNOWN: dict[str, str] = {
     "tokenizers/base.py Tokenizer._find_number: if number is None or (number < self.vocab_size and "
     "self._token(number) is not None): -> if number is None or ((number <= self.vocab_size) and "
     "self._token(number) is not None):": ("no kind of tokenizer has a token of that number"),
-    "tokenizers/gguf_sentencepiece.py model_from_vocabulary: if size in (0, len(tokens)) or max(added, "
-    "default=-1) < size: -> if size in (0, len(tokens)) or max(added, default=-(2)) < size:": (
-        "a size is 0 at least, and both are below"
-    ),
     "formats/binary_file.py: _BLOCK = 1 << 18 # values checked at a time -> _BLOCK = (2) << 18 # values "
     "checked at a time": ("how many values are looked at at a time"),
     "formats/gguf/export.py _ModelTensors._matrix: return iq2_bn_rows(pack_ternary(w_t), "

@@ -492,6 +492,10 @@ def test_factors_of_granite():
         assert caught.value.field == key
         with pytest.raises(ConfigError, match="multiplied by a factor"):
             parse(model_type="llama", **{key: 2})
+    for head_dim in (-1, 0, [64], "64"):
+        with pytest.raises(ConfigError) as caught:
+            parse(model_type="granite", **sizes, head_dim=head_dim)
+        assert caught.value.field == "head_dim"
 
 
 def test_granite_without_rope_is_refused(tmp_path):

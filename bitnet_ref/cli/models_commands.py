@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def pull(source: str | None, name: str | None, file: str | None, move_old_store: bool) -> None:
     """Fetch a model into the Hugging Face cache, for `--model ORG/REPO` and `bitnet_ref.load("ORG/REPO")`, offline too.
 
-    Only the weights (.safetensors, .gguf), the config, the tokenizer and the card are fetched; no code or pickles.
-    A source that begins with "." or "/", or is an existing file, is a model of this machine. It gets the --name, and
-    stays where it is.
+    Only the weights (.safetensors, .gguf), the config, the tokenizer, what sentence-transformers reads of an embedding
+    model, and the card are fetched; no code or pickles. A source that begins with "." or "/", or is an existing file,
+    is a model of this machine. It gets the --name, and stays where it is.
     """
     from ..formats.open import shipped_models
     from ..formats.registry.describe import describe_model

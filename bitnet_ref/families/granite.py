@@ -62,7 +62,8 @@ def _steps(config: GraniteConfig, layer: int) -> list[TraceStep]:
 
 
 def _read(keys: HfKeys) -> dict[str, Any]:
-    head_dim = keys.get("head_dim") or keys.count("hidden_size") // keys.count("num_attention_heads")
+    own = keys.get("head_dim")
+    head_dim = keys.count("head_dim") if own else keys.count("hidden_size") // keys.count("num_attention_heads")
     return {
         "embedding_scale": keys.number("embedding_multiplier", 1.0),
         "residual_scale": keys.number("residual_multiplier", 1.0),

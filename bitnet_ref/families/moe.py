@@ -529,9 +529,12 @@ def _read_maple_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
     clamps = keys.get("swiglu_clamp_exp", [CLAMP])
     if any(each != CLAMP for each in np.atleast_1d(clamps).tolist()):
         raise keys.fail(f"{keys.arch}.swiglu_clamp_exp", f"expected {CLAMP} for each layer, where Maple's class clamps")
+    norm = keys.get("expert_weights_norm", True)
+    if not isinstance(norm, bool):
+        raise keys.fail(f"{keys.arch}.expert_weights_norm", f"expected true or false, got {norm!r}"[:200])
     return {
         **_gguf_counts(keys),
-        "norm_topk_prob": bool(keys.get("expert_weights_norm", True)),
+        "norm_topk_prob": norm,
         "layer_types": types if len({*types}) > 1 else (),
         "sliding_window": fields["sliding_window"] if any(slides) else None,
         "rotary_dim": None if turned == head_dim else turned,

@@ -31,6 +31,7 @@ from ..reference.layers import Floats
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from ..system.options import FLAG, Values, choice, option, read_options
+from ..tokenizers.settings import TOOL_TEMPLATE
 from .binary_file import Closeable
 from .gguf.i2_s import LAYOUTS
 from .names import hf_module
@@ -42,11 +43,13 @@ PATH = Values(lambda value: value is None or isinstance(value, str | os.PathLike
 PROGRESS = Values(lambda value: value is None or callable(value), "a function (parts done, all parts)")
 
 MAX_TOKENIZER_BYTES = 64 << 20
-# The files of a tokenizer in a hub repository; config.json is not among them.
+# The files of a tokenizer in a hub repository, one of them in a folder of its own; config.json is not among them.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "chat_template.jinja"),
+    *("generation_config.json", "chat_template.jinja", TOOL_TEMPLATE),
 )
+# Of sentence-transformers; the last has prompts
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +240,19 @@ def element_bytes(checkpoint: Checkpoint) -> Callable[[str], int | None]:
 
 def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
     """The tokenizer's files in a folder: file name -> bytes. Raises TokenizerError."""
-    paths = [path for name in TOKENIZER_FILES if is_present(path := folder / name)]
-    return {path.name: read_bounded(path, TokenizerError, MAX_TOKENIZER_BYTES, folder) for path in paths}
+    names = [name for name in TOKENIZER_FILES if is_present(folder / name)]
+    return {name: read_bounded(folder / name, TokenizerError, MAX_TOKENIZER_BYTES, folder) for name in names}
+
+
+def write_tokenizer_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the tokenizer's files, and the prompts beside the checkpoint, into a folder."""
+    files, prompts = checkpoint.tokenizer_files(), EMBEDDING_FILES[-1]
+    source = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if is_present(source / prompts):
+        files = files | {prompts: read_bounded(source / prompts, FormatError, MAX_TOKENIZER_BYTES, source)}
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 # -- the parts of a model ----------------------------------------------------------------------------------------------

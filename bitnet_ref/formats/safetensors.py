@@ -127,7 +127,8 @@ class SafetensorsFile(BinaryFile):
             raise self.cut_off(8 + length, message, 0, "header length", least=True)
         header = self.read_array(np.uint8, (length,), 8, "header").tobytes()
         entries = parse_json_object(header, FormatError, self.path, offset=8)
-        metadata = entries.pop("__metadata__", {})
+        metadata = entries.pop("__metadata__", None)
+        metadata = {} if metadata is None else metadata  # MLX writes null where there are none
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise self.error("expected an object of strings", 8, "__metadata__")
         self.metadata = metadata

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, GenerationError, describe
 from ..families import family_of
+from ..formats.checkpoint import EMBEDDING_FILES
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
-from ..system.json_file import read_json_object
+from ..system.json_file import is_present, read_json_object
 from .generate import Prompt, Prompts, split_prompts
 
 PRECISIONS = ("int8", "uint8", "binary", "ubinary")  # sentence-transformers' names
@@ -80,10 +81,10 @@ def default_prompt(path: Path | None) -> str:
 
 
 def _read_prompts(path: Path | None) -> tuple[dict[str, str], str | None]:
-    file = None if path is None else (path if path.is_dir() else path.parent) / "config_sentence_transformers.json"
-    if file is None or not file.is_file():
+    folder = path if path is None or path.is_dir() else path.parent
+    if folder is None or not is_present(file := folder / EMBEDDING_FILES[-1]):
         return {}, None
-    raw = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES)
+    raw = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES, folder)
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError("expected an object of strings", path=file, field="prompts")

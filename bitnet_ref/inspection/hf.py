@@ -127,9 +127,10 @@ class HfInspector(Inspector):
             )
             self.out.report_error("weights", tensors.fail(packed[0], message))
         elif config is not None:
-            checkpoint = HfCheckpoint(self.path, config=config)
-            self.set_config(checkpoint.config)  # with what only the tensors' names show
-            return checkpoint
+            try:
+                return HfCheckpoint(self.path, config=config)
+            except (FormatError, ConfigError) as error:
+                self.out.report_error("weights" if isinstance(error, FormatError) else "config", error)
         for name in packed:
             if (linear := linear_of_hf(name)) is not None:
                 self.count_raw_plane(linear)

@@ -23,7 +23,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
     `tokenizer.json` is used when there is one, else `tokenizer.model`. Read beside it, when present:
     tokenizer_config.json, special_tokens_map.json, added_tokens.json, generation_config.json, config.json (token ids
-    only) and chat_template.jinja.
+    only), chat_template.jinja and additional_chat_templates/tool_use.jinja.
 
     Raises TokenizerError: neither file is there, a file is not what its format says, the files contradict each
     other, or the library that reads the format is not installed.

@@ -170,6 +170,7 @@ class Tokenizer(ABC):
             "ids": [self.bos_id, self.eos_ids, self._prefix, self._suffix],
             "legacy": settings.legacy,
             "added": [asdict(token) for token in settings.added_tokens],
+            **({"flags_count": True} if settings.flags_count else {}),
         }
         return json_hash(facts)
 

@@ -17,8 +17,9 @@ from ..errors import TokenizerError
 from ..system.json_file import parse_json_object
 from .base import Tokenizer
 from .gguf_keys import PREFIX, GgufVocabulary
+from .hf_limits import read_steps
 from .hf_tokenizer import HfTokenizer
-from .regex_cost import GPT2, LLAMA3, QWEN2
+from .regex_cost import DEEPSEEK_V3, GPT2, LLAMA3, QWEN2, QWEN35
 from .sentencepiece_model import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", GPT2)
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2.removesuffix(r"|\s+"), "[0-9][0-9][0-9]")
-_QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"?[^\s\p{L}\p{N}]", r"?[^\s\p{L}\p{M}\p{N}]")
 # Letters with a case, as DeepSeek's tokenizer.json lists them.
 _CASED = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
@@ -55,10 +55,11 @@ _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ((QWEN2,), False, False)),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((GPT2,), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGITS, False, False)),
-    "qwen35": ((_QWEN35,), False, False),
+    "qwen35": ((QWEN35,), False, False),
     "falcon": (_FALCON, False, False),
     "deepseek-llm": (_DEEPSEEK, False, False),
     "deepseek-coder": (_DEEPSEEK_CODER, False, False),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (DEEPSEEK_V3, False, False)),
     "default": (_DEFAULT, False, False),
 }
 SPACE = "\u2581"  # SentencePiece's
@@ -179,13 +180,16 @@ def bpe_from_json(tokenizer: Tokenizer, data: bytes) -> dict[str, Any]:
     path = tokenizer.path or "tokenizer.json"
     table = parse_json_object(data, TokenizerError, path)
     model, decoder = table["model"], table.get("decoder") or {}
-    if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel" or table.get("normalizer") is not None:
+    normalizers = [step["type"] for _, step in read_steps(table.get("normalizer"), "normalizer")]
+    if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel" or {*normalizers} - {"NFC"}:
         raise TokenizerError(
             "GGUF holds byte-level BPE without a normalizer, and this tokenizer.json is another kind; if it was made "
             "from a SentencePiece model, give that tokenizer.model",
             path=path,
             field="model",
         )
+    if normalizers:  # of Qwen, which llama.cpp leaves out too
+        log.warning("GGUF cannot hold that a text is normalized (NFC) first; it is left out")
     pre, prefix = _pre_of(table.get("pre_tokenizer"), bool(model.get("ignore_merges")), path)
     added = tokenizer._tokenizer.get_added_tokens_decoder()
     tokens, types = [], []

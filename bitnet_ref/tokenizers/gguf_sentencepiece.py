@@ -46,8 +46,7 @@ def model_from_vocabulary(vocabulary: GgufVocabulary, specials: Mapping[str, int
     size, is_added = len(tokens), set(added)
     while size and (size - 1 in is_added or (types[size - 1] == UNUSED and scores[size - 1] == ADDED_SCORE)):
         size -= 1
-    if size in (0, len(tokens)) or max(added, default=-1) < size:
-        size = len(tokens)  # without added tokens the padding stays, so that every id has its token
+    size = size or len(tokens)
     if UNKNOWN not in types[:size]:
         if specials.get("unk", size) >= size:
             message = "a llama vocabulary has a token of type 2 (unknown), this one has none"

@@ -4,7 +4,8 @@
 Both become files, so that the same reader, with its checks, serves folders and GGUFs.
 
 What GGUF cannot express, and our choice: whether text after a special token gets a space in front (llama.cpp: yes, in a
-"llama" vocabulary; here: no, as in transformers with `legacy: false`); which spaces added tokens take in (none).
+"llama" vocabulary; here: no, as in transformers with `legacy: false`); which spaces added tokens take in (none);
+that Qwen's texts are normalized, NFC, first (not).
 Source: llama.cpp, convert_hf_to_gguf.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
@@ -24,8 +25,8 @@ from .base import Tokenizer
 from .files import AnyPath
 from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
 from .gguf_keys import PREFIX, GgufVocabulary
-from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
-from .sentencepiece_model import CONTROL, UNKNOWN
+from .gguf_sentencepiece import ADDED_SCORE, model_from_vocabulary, vocabulary_from_model
+from .sentencepiece_model import CONTROL, UNKNOWN, UNUSED
 from .settings import TOOL_TEMPLATE, TokenizerSettings
 
 log = logging.getLogger(__name__)
@@ -106,8 +107,8 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
     Values: str; bool; int (write as uint32); lists of str; float32, int32 and uint8 arrays. tokenizer.model is
     preferred to tokenizer.json, as in llama.cpp.
 
-    Raises TokenizerError: files that do not load, and what GGUF cannot express (a Unigram model, a normalizer, a
-    pre-tokenizer without a name, more than three stop tokens).
+    Raises TokenizerError: files that do not load, and what GGUF cannot express (a Unigram model, a normalizer
+    beyond NFC, a pre-tokenizer without a name, more than three stop tokens).
     """
     files = dict(files)
     if "tokenizer.model" in files:
@@ -134,6 +135,17 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
         for key, name in _SAMPLING.items()
         if name in sampling
     }
+
+
+def pad_vocabulary(metadata: dict[str, Any], size: int) -> dict[str, Any]:
+    """The metadata with unused tokens up to so many, as llama.cpp's converter adds them."""
+    tokens = metadata[PREFIX + "tokens"]
+    out = {**metadata, PREFIX + "tokens": [*tokens, *(f"[PAD{n}]" for n in range(len(tokens), size))]}
+    for key, value in (("token_type", UNUSED), ("scores", ADDED_SCORE)):
+        if (array := metadata.get(PREFIX + key)) is not None:
+            padding = np.full(max(0, size - len(tokens)), value, array.dtype)
+            out[PREFIX + key] = np.concatenate([array, padding])
+    return out
 
 
 def _sampling_from_gguf(metadata: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -72,25 +71,25 @@ class HfTokenizer(Tokenizer):
             raise TokenizerError(message, field=field)
 
     def _add_tokens(self, settings: TokenizerSettings) -> None:
-        """Add tokens that only the side files declare, and those that only they call special, as transformers does."""
+        """Add tokens that the side files declare, unless tokenizer.json has them alike, as transformers does."""
         from tokenizers import AddedToken as LibraryToken
 
-        present = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        present = {token.content: _flags(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
         fresh = []
         for token in settings.added_tokens:
             if self._tokenizer.token_to_id(token.content) is None and token.id is None:
                 continue  # named, but not in the vocabulary
-            if token.content not in present or (token.special and not present[token.content].special):
-                fresh.append(token)
-        # In the order of their ids: the library numbers a new token after the last one. First all of them, then the
-        # special ones, as such: a call for each token would make the library read all that it has each time.
-        fresh.sort(key=lambda token: -1 if token.id is None else token.id)
-        for add, tokens in (
-            (self._tokenizer.add_tokens, [token for token in fresh if token.content not in present]),
-            (self._tokenizer.add_special_tokens, [token for token in fresh if token.special]),
-        ):
-            flags = [{key: value for key, value in asdict(token).items() if key != "id"} for token in tokens]
-            self._guard("add tokens", partial(add, [LibraryToken(**each) for each in flags]))
+            known, flags = present.get(token.content), _flags(token)
+            if known is not None:
+                stated = flags if settings.flags_count and token.id is not None else known
+                flags = stated | {"special": known["special"] or token.special}
+            if flags != known:
+                fresh.append((token, flags))
+        # In the order of their ids: the library numbers a new token after the last one. All at once: a call for each
+        # token would make the library read all that it has each time.
+        fresh.sort(key=lambda each: -1 if each[0].id is None else each[0].id)
+        made = [LibraryToken(token.content, **flags) for token, flags in fresh]
+        self._guard("add tokens", partial(self._tokenizer.add_tokens, made))
         for token in settings.added_tokens:
             if token.id is not None:
                 self._check_declared_id(token.content, token.id, "added_tokens")
@@ -166,3 +165,8 @@ class HfTokenizer(Tokenizer):
             raise
         except BaseException as error:
             raise TokenizerError(f"tokenizers cannot {doing}: {error}", path=self.path) from error
+
+
+def _flags(token: Any) -> dict[str, bool]:
+    """How a token is cut out of a text."""
+    return {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}

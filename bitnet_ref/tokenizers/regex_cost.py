@@ -20,7 +20,15 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_LINEAR = {GPT2, LLAMA3, QWEN2}  # an alternative that fails after a run is followed by one that matches the whole run
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"?[^\s\p{L}\p{N}]", r"?[^\s\p{L}\p{M}\p{N}]")
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+# An alternative that fails after a run is followed by one that matches the whole run.
+_LINEAR = {GPT2, LLAMA3, QWEN2, QWEN35, DEEPSEEK_V3[-1]}
 
 _ANCHORS = {"^", "$", *("\\" + letter for letter in "bBAzZG")}
 MAX_PATTERN = 4096  # characters; the longest published one has about 600

@@ -32,6 +32,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model_bytes: bytes, settings: TokenizerSettings | None = None, *, path: AnyPath = None) -> None:
         """Raises TokenizerError if the bytes are no such model, or the settings contradict it."""
         settings = settings or TokenizerSettings()
+        model_bytes += b"" if settings.add_prefix_space else NO_DUMMY_PREFIX
         self._model_bytes = model_bytes
         self._model = read_model(model_bytes, path)
         self._processor = _processor(model_bytes, path)

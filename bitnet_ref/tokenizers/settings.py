@@ -16,8 +16,10 @@ from ..system.json_file import decode_text
 from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, get_optional
 
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates
 
+_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _PENALTIES = ("repetition_penalty",)  # of them, those that greedy decoding takes too
 
@@ -48,11 +50,13 @@ class TokenizerSettings:
     pad_token: str | None = None
     add_bos: bool | None = None  # None: the vocabulary file or the kind of tokenizer decides
     add_eos: bool | None = None
+    add_prefix_space: bool = True  # SentencePiece: false takes away the space that the model puts before a text
     legacy: bool = False  # SentencePiece: put a space before every text between special tokens, not only the first
     bos_id: int | None = None  # from generation_config.json or config.json: used when no bos_token is named
     pad_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
+    flags_count: bool = False  # those of added tokens with ids, before what tokenizer.json says of them
     chat_template: str | None = None
     tool_template: str | None = None  # the one named "tool_use": of conversations with tools
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # see `Tokenizer.recommended_sampling`
@@ -92,20 +96,23 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
                 raise TokenizerError(message, field="added_tokens_decoder")
             special = token.special or (earlier is not None and earlier.special)
             added[token.content] = replace(token, special=special)
-        flags = {key: get_optional(config, key, bool) for key in ("add_bos_token", "add_eos_token", "legacy")}
+        flags = {key: get_optional(config, key, bool) for key in _FLAGS}
     tables = {name: files.json_object(name) for name in ("generation_config.json", "config.json")}
     bos_ids, pad_ids, eos_ids = (_config_ids(files, tables, f"{name}_token_id") for name in ("bos", "pad", "eos"))
+    stated = {} if _TEMPLATE in files else config  # that file replaces all templates of the other, as in transformers
     return TokenizerSettings(
         **named,
         add_bos=flags["add_bos_token"],
         add_eos=flags["add_eos_token"],
+        add_prefix_space=flags["add_prefix_space"] is not False,
         legacy=bool(flags["legacy"]),
         bos_id=next(iter(bos_ids), None),
         pad_id=next(iter(pad_ids), None),
         eos_ids=eos_ids,
         added_tokens=tuple(added.values()),
-        chat_template=_template(files, config, "chat_template.jinja", "default"),
-        tool_template=_template(files, config, TOOL_TEMPLATE, "tool_use"),
+        flags_count="added_tokens_decoder" in config,
+        chat_template=_template(files, stated, _TEMPLATE, "default"),
+        tool_template=_template(files, stated, TOOL_TEMPLATE, "tool_use"),
         sampling=_sampling(tables["generation_config.json"]),
         bad_words=_bad_words(files, tables["generation_config.json"]),
         path=str(files.root),

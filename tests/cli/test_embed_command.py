@@ -13,7 +13,8 @@ from bitnet_ref.cli import cli
 from bitnet_ref.errors import ConfigError, FormatError, GenerationError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.open import ASSETS
-from bitnet_ref.generation.embed import instruction_prompt, published_prompts, quantize_embeddings
+from bitnet_ref.generation.embed import default_prompt, instruction_prompt, published_prompts, quantize_embeddings
+from bitnet_ref.inspection import inspect_model
 
 TEXTS = ["The cat sat on the mat.", "A cat sat there.", "Ships sail."]
 
@@ -89,15 +90,20 @@ def test_modules_that_are_not_done(tmp_path):
     vector = m.embed([5, 6, 7])
     assert np.linalg.norm(vector) > 2
     np.testing.assert_allclose(vector / np.linalg.norm(vector), unit, rtol=0, atol=1e-7)
+    prompts = {"prompts": {"query": "Q: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     for target in ("native", "hf-bf16"):
         path = tmp_path / ("x.bitnet.safetensors" if target == "native" else target)
         convert(folder, path, target)
         np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").embed([5, 6, 7]), vector)
+    assert default_prompt(tmp_path / "hf-bf16") == "Q: "
     with pytest.raises(ConfigError, match="GGUF cannot say"):
         convert(folder, tmp_path / "x.gguf", "gguf-f32")
     (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(ConfigError, match="Dense is not done"):
         bitnet_ref.load(folder, backend="numpy")
+    (error,) = inspect_model(folder).errors
+    assert (error.part, error.field, error.message[:18]) == ("config", "type", "Dense is not done;")
     (folder / "modules.json").write_text("{")
     with pytest.raises(ConfigError, match="list of modules"):
         bitnet_ref.load(folder, backend="numpy")

@@ -39,8 +39,9 @@ from bitnet_ref.formats.convert import (
 from bitnet_ref.formats.convert import proof as proof_module
 from bitnet_ref.formats.convert.proof import Proof, Tally
 from bitnet_ref.formats.gguf.file import GgufFile
-from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.formats.open import ASSETS, open_checkpoint, read_tokenizer
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
+from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
 
 BITNET = GOLDEN / "bitnet-packed-offline"
 INI = """
@@ -472,7 +473,11 @@ def test_what_a_proof_says_of_tokenizers(tmp_path):
     )
     for files, difference in (
         ({"tokenizer_config_json": {"bos_token": "</s>"}}, "BOS, text to ids"),
-        ({"tokenizer_config_json": {"chat_template": "x"}}, "chat template"),
+        ({"tokenizer_config_json": {"chat_template": "x"}}, "chat template, template for tools"),
+        (
+            {"tokenizer_config_json": {"chat_template": [{"name": n, "template": n} for n in ("default", "tool_use")]}},
+            "chat template, template for tools",
+        ),
         ({"tokenizer_config_json": {"add_bos_token": False}}, "text to ids"),
     ):
         assert compare(**files) == (f"differs in {difference}", [f"the tokenizer differs in {difference}"])
@@ -490,6 +495,21 @@ def test_what_a_proof_says_of_tokenizers(tmp_path):
     (tmp_path / "tokenizer.model").rename(plain / "tokenizer.model")
     with open_checkpoint(plain) as source, open_checkpoint(written) as without:
         assert prove(source, without, compute=False).problems == ["the tokenizer was left behind"]
+
+
+@pytest.mark.parametrize("target", ["hf-packed", "native", "onnx", "gguf-i2_s"])
+def test_the_template_for_tools_goes_along(target, tmp_path):
+    """From a folder, where it is in a folder of its own, and from a GGUF, which has a key for it."""
+    if target == "onnx":
+        pytest.importorskip("onnx")
+    folder = shutil.copytree(ASSETS / "storychat", tmp_path / "from hf")
+    (folder / TOOL_TEMPLATE).parent.mkdir()
+    (folder / TOOL_TEMPLATE).write_text("with {{ tools }}")
+    convert(folder, tmp_path / "from.gguf", "gguf-i2_s", compute=False)
+    for number, source in enumerate((folder, tmp_path / "from.gguf")):
+        path = tmp_path / f"{number}{TARGETS[target].suffix or ''}"
+        assert convert(source, path, target, compute=False).tokenizer == "equal"
+        assert read_tokenizer(path).template_for(with_tools=True) == "with {{ tools }}"
 
 
 def test_which_formats_hold_a_model(tiles):
@@ -674,6 +694,16 @@ def kills_at_random(target, folder, count):
     assert killed
     convert(BITNET, path, target, verify=False)
     assert os.listdir(folder) == [path.name]
+
+
+def test_a_gguf_has_a_token_for_each_row_of_the_embedding(tmp_path):
+    """As llama.cpp requires, whose vocabulary is as long as this array."""
+    folder = write_checkpoint(tmp_path / "m", TINY | {"vocab_size": 4099, "eos_token_id": 2})
+    shutil.copy(ASSETS / "storyteller" / "tokenizer.model", folder)
+    assert convert(folder, tmp_path / "m.gguf", "gguf-f16", compute=False).tokenizer == "equal"
+    with GgufFile(tmp_path / "m.gguf") as file:
+        assert len(file.metadata["tokenizer.ggml.tokens"]) == 4099
+    assert read_tokenizer(tmp_path / "m.gguf").vocab_size == 4096
 
 
 def test_end_tokens_that_the_config_alone_names_take_the_free_keys():

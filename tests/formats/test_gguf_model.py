@@ -564,6 +564,18 @@ BAD_METADATA = {
         "whole number",
         f"{ARCH}.attention.head_count",
     ),
+    "poolings": (
+        {f"{ARCH}.pooling_type": Typed("[uint32]", [1, 3])},
+        [],
+        "1 (mean) or 3",
+        f"{ARCH}.pooling_type",
+    ),
+    "activations": (
+        {f"{ARCH}.hidden_activation": Typed("[uint32]", [0, 0])},
+        [],
+        "expected a string",
+        f"{ARCH}.hidden_activation",
+    ),
     "an encoder": ({f"{ARCH}.attention.causal": Typed("bool", False)}, [], "encoder", f"{ARCH}.attention.causal"),
     "no eps": ({}, [f"{ARCH}.attention.layer_norm_rms_epsilon"], "absent", f"{ARCH}.attention.layer_norm_rms_epsilon"),
     "NaN": ({f"{ARCH}.rope.freq_base": Typed("float32", float("nan"))}, [], "nan", f"{ARCH}.rope.freq_base"),
@@ -720,7 +732,7 @@ def test_a_window_of_none_or_of_some_tokens(tmp_path):
         keys_with(tmp_path, source, arch, attention__sliding_window=("int32", -1))
 
 
-def test_another_clamp_of_maple(tmp_path):
+def test_other_mixtures_of_maple(tmp_path):
     convert(DATA / "families" / "maple", tmp_path / "m.gguf", "gguf-f32", verify=False)
     for value, is_read in ((7.0, True), (5.0, False)):
         path = changed(
@@ -731,6 +743,9 @@ def test_another_clamp_of_maple(tmp_path):
         else:
             with pytest.raises(ConfigError, match=r"swiglu_clamp_exp: expected 7\.0"):
                 bitnet_ref.read_config(path)
+    norms = {"maple.expert_weights_norm": Typed("[uint32]", [1, 1])}
+    with pytest.raises(ConfigError, match="expert_weights_norm: expected true or false"):
+        bitnet_ref.read_config(changed(tmp_path / "x.gguf", tmp_path / "m.gguf", norms))
 
 
 def test_bad_tensors(tmp_path):

@@ -16,23 +16,25 @@ from bitnet_ref.cli.generation_options import content_of
 from bitnet_ref.crossval.receipt import read_receipt
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import BitNetRefError, FormatError
-from bitnet_ref.formats.checkpoint import check_room
+from bitnet_ref.formats.checkpoint import EMBEDDING_FILES, check_room
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.tl_tiles import read_kernel_config
 from bitnet_ref.formats.hashes import file_hash
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.generation.embed import published_prompts
 from bitnet_ref.inspection import inspect_model, show_tensor
 from bitnet_ref.serving import EngineConfig
 from bitnet_ref.system.atomic import remove_leftovers
 from bitnet_ref.tokenizers import load_tokenizer
+from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
 
 PACKAGE = Path(bitnet_ref.__file__).parent
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
-OF_TOKENIZER = ("tokenizer.json", "tokenizer.model", *SMALL, "chat_template.jinja")
-OF_FOLDER = ("config.json", INDEX, *SHARDS, "model.safetensors", *OF_TOKENIZER)
+OF_TOKENIZER = ("tokenizer.json", "tokenizer.model", *SMALL, "chat_template.jinja", TOOL_TEMPLATE)
+OF_FOLDER = ("config.json", INDEX, *SHARDS, "model.safetensors", *EMBEDDING_FILES[:2], *OF_TOKENIZER)
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +121,10 @@ def put(kind, path, outside):
 def test_every_file_of_a_folder(kind, tmp_path):
     """Refused by what reads it, in each use; and nothing of a file outside is in what is written."""
     for name in OF_FOLDER:
-        folder = sharded_folder(tmp_path / name, with_single_file=name == "model.safetensors")
-        put(kind, folder / name, tmp_path / f"outside {name}")
+        base = Path(name).name
+        folder = sharded_folder(tmp_path / f"{base} of {len(name)}", with_single_file=name == "model.safetensors")
+        (folder / name).parent.mkdir(exist_ok=True)
+        put(kind, folder / name, tmp_path / f"outside {base} of {len(name)}")
         uses = {
             "load": lambda folder: bitnet_ref.load(folder, backend="numpy").tokenizer,
             "convert": lambda folder: convert(folder, folder.with_suffix(".bitnet.safetensors"), "native"),
@@ -137,6 +141,14 @@ def test_every_file_of_a_folder(kind, tmp_path):
             with pytest.raises(BitNetRefError):
                 show_tensor(folder, "lm_head.weight")
         assert not folder.with_suffix(".bitnet.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_prompts_beside_a_model(kind, tmp_path):
+    (tmp_path / "m").mkdir()
+    kind(tmp_path / "m" / EMBEDDING_FILES[-1], tmp_path / "outside")
+    with pytest.raises(BitNetRefError, match="config_sentence"):
+        published_prompts(tmp_path / "m")
 
 
 def test_links_within_the_folder_are_files_of_it(tmp_path):

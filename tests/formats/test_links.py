@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError, StorageError
+from bitnet_ref.formats.checkpoint import EMBEDDING_FILES
 from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
 from bitnet_ref.formats.registry.links import MAX_PATH_BYTES, home, linked_path, links, remove_link
@@ -123,6 +124,7 @@ def test_the_file_that_a_reference_chooses(text, name, which):
 
 
 HF = ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
+BELOW = [*EMBEDDING_FILES, "additional_chat_templates/tool_use.jinja"]
 SHARDS = ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
 
 
@@ -131,6 +133,7 @@ SHARDS = ["config.json", "model.safetensors.index.json", "model-00001-of-00002.s
     [
         ([*HF, "x.py", "pytorch_model.bin", "vocab.pkl", ".hid.json", "training_args.json"], None, (sorted(HF), None)),
         ([*SHARDS, "consolidated.safetensors", "x.gguf"], None, (sorted(SHARDS), None)),
+        ([*HF, *BELOW, "2_Dense/config.json"], None, (sorted([*HF, *BELOW]), None)),
         (["x.gguf", "README.md"], None, (["x.gguf"], "x.gguf")),
         ([*HF, "x.gguf"], "x.gguf", (["x.gguf"], "x.gguf")),
         (["a-Q2_0.gguf", "a-Q4_0.gguf", "a-TQ2_0.gguf"], "q2_0", (["a-Q2_0.gguf"], "a-Q2_0.gguf")),

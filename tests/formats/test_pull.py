@@ -27,6 +27,7 @@ from bitnet_ref.formats.open import find_model, open_checkpoint
 from bitnet_ref.formats.registry.hub_cache import cached_models, find_cached, hub_cache, repository_folder
 from bitnet_ref.formats.registry.links import links
 from bitnet_ref.formats.registry.pull import delete_models, link_model, plan_deletion, pull
+from bitnet_ref.generation.embed import default_prompt
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -95,6 +96,18 @@ def test_pull_load_and_delete(hub, model_files):
     assert [each for each in hub_cache().rglob("*tiny*") if ".locks" not in each.parts] == []
     with pytest.raises(FormatError, match="bitnet-ref pull"):
         bitnet_ref.load("org/tiny")
+
+
+def test_the_files_in_folders_of_their_own_come_too(hub, model_files):
+    mean = b'{"pooling_mode_mean_tokens": true}'
+    below = {"1_Pooling/config.json": mean, "additional_chat_templates/tool_use.jinja": b"with {{ tools }}"}
+    prompts = b'{"prompts": {"query": "Q: "}, "default_prompt_name": "query"}'
+    files = {**model_files, **below, "config_sentence_transformers.json": prompts, "2_Dense/config.json": b"{}"}
+    hub.put("org/tiny", "main", files)
+    _, path = pull("org/tiny")
+    assert {str(each.relative_to(path)) for each in path.rglob("*/*")} == {*below}
+    assert bitnet_ref.load("org/tiny", backend="numpy").config.pooling == "mean"
+    assert default_prompt(find_model("org/tiny")) == "Q: "
 
 
 def test_revisions(hub, model_files, tmp_path):

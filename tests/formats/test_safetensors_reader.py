@@ -111,6 +111,14 @@ def test_an_empty_file_and_a_padded_header(tmp_path):
         assert file.read("x").tolist() == [7]
 
 
+def test_metadata_that_are_null(tmp_path):
+    """As MLX writes a file without any."""
+    path = write(tmp_path / "x", raw_safetensors({"__metadata__": None, "a": entry()}, bytes(8)))
+    with safetensors.safe_open(path, "np") as oracle, SafetensorsFile(path) as file:
+        assert oracle.keys() == list(file.tensors)
+        assert file.metadata == {}
+
+
 def test_tensors_in_any_order_in_the_header(tmp_path):
     header = {"late": entry("U8", [2], 2, 4), "none": entry("F32", [0], 2, 2), "early": entry("U8", [2], 0, 2)}
     with SafetensorsFile(write(tmp_path / "x.safetensors", raw_safetensors(header, b"\1\2\3\4"))) as file:

@@ -118,6 +118,7 @@ def test_every_name_of_a_pre_tokenizer() -> None:
         "falcon": (3, False, False),
         "deepseek-llm": (6, False, False),
         "deepseek-coder": (5, False, False),
+        **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (3, False, False)),
         "default": (4, False, False),
     }
 

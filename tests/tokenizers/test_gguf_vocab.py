@@ -26,7 +26,7 @@ from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_file
 from bitnet_ref.tokenizers.gguf_bpe import _pre_of
 from bitnet_ref.tokenizers.gguf_keys import GgufVocabulary
 from bitnet_ref.tokenizers.gguf_sentencepiece import ADDED_SCORE, model_from_vocabulary
-from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
+from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, pad_vocabulary, tokenizer_files_from_gguf
 from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, UNKNOWN, read_model, write_model
 from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
 
@@ -48,14 +48,20 @@ QWEN35 = (  # as Qwen3.5's has it: marks belong to their letters
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*"
     "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
-PRES = {"gpt-2": None, "llama-bpe": LLAMA3, "smaug-bpe": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35}
+PRES = {"gpt-2": (), "llama-bpe": (LLAMA3,), "smaug-bpe": (LLAMA3,), "qwen2": (QWEN2,), "qwen35": (QWEN35,)}
+PRES["hunyuan-dense"] = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^"""
+    "\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 
 
 def byte_level(pre: str) -> dict[str, bytes]:
     """A small byte-level BPE, trained here, with that pre-tokenizer."""
     tokenizer = LibraryTokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=PRES[pre] is None)
-    split = [] if PRES[pre] is None else [pre_tokenizers.Split(Regex(PRES[pre]), "isolated")]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not PRES[pre])
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRES[pre]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
     tokenizer.decoder = decoders.ByteLevel()
     texts = ["It's 12345 o'clock, said the lion; I'LL go.\n\n\t x = y+1\r\n", "naïve café 日本語 😀  the the the"] * 3
@@ -226,6 +232,27 @@ def test_tokens_numbered_where_the_library_would_not() -> None:
     tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(out))
     assert tokenizer.encode("<first>" + EOT, add_special_tokens=False) == [0, 3 + tokens.index(EOT)]
     assert tokenizer.vocab_size == 3 + len(tokens)
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_a_long_run_of_blanks_is_no_long_search(pre: str) -> None:
+    tokenizer = load_tokenizer_files(byte_level(pre))
+    for blank in (" ", "\n", " \n"):
+        text = "a" + blank * 50_000 + "b"
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_has_no_token(kind: str) -> None:
+    """llama.cpp needs a token for each row of the embedding; none of them is one of the tokenizer's."""
+    plain = gguf_from_tokenizer_files(FILES if kind == "storyteller" else byte_level(kind))
+    size = len(plain[G + "tokens"])
+    padded = pad_vocabulary(plain, size + 3)
+    assert padded[G + "tokens"][size:] == [f"[PAD{n}]" for n in range(size, size + 3)]
+    assert {len(padded[key]) for key in (G + "token_type", G + "scores") if key in padded} == {size + 3}
+    for metadata in (padded, plain, pad_vocabulary(plain, size - 1)):
+        after = gguf_from_tokenizer_files(tokenizer_files_from_gguf(metadata))
+        assert after[G + "tokens"] == plain[G + "tokens"]
 
 
 @pytest.mark.thorough
@@ -416,6 +443,22 @@ def test_what_is_left_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
     legacy, greedy = (record.getMessage() for record in caplog.records)
     assert "`legacy: true`" in legacy
     assert f"{[f'<{n}>' for n in range(8)]} take in the spaces" in greedy
+
+
+@pytest.mark.parametrize("steps", [[], ["NFC"], ["NFC", "Lowercase"]])
+def test_a_byte_level_vocabulary_with_a_normalizer(steps: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Qwen's is NFC, and DeepSeek's a sequence of nothing."""
+    files = byte_level("qwen2")
+    plain = gguf_from_tokenizer_files(files)
+    table = json.loads(files["tokenizer.json"])
+    table["normalizer"] = {"type": "Sequence", "normalizers": [{"type": step} for step in steps]}
+    files["tokenizer.json"] = json.dumps(table).encode()
+    if len(steps) > 1:
+        with pytest.raises(TokenizerError, match="without a normalizer"):
+            gguf_from_tokenizer_files(files)
+        return
+    assert gguf_from_tokenizer_files(files)[G + "tokens"] == plain[G + "tokens"]
+    assert ("normalized (NFC)" in caplog.text) == bool(steps)
 
 
 def test_many_unknown_tokens() -> None:

@@ -118,9 +118,9 @@ def test_what_the_digest_is_of(byte_level_json: Table) -> None:
     for field, value in {**same, "pad_id": 7, "unk_token": EOT}.items():
         assert load(byte_level_json, dataclasses.replace(plain, **{field: value})).digest == digest, field
     others = {"bos_token": EOT, "eos_ids": (9,), "add_bos": False, "add_eos": True, "legacy": True}
-    others["added_tokens"] = (AddedToken("<new>", 332),)
+    others |= {"added_tokens": (AddedToken("<new>", 332),), "flags_count": True}
     digests = {load(byte_level_json, dataclasses.replace(plain, **{field: others[field]})).digest for field in others}
-    assert len(digests | {digest}) == 7
+    assert len(digests | {digest}) == 8
     assert load(edit(byte_level_json, "model", "fuse_unk", to=True), plain).digest != digest
 
 
@@ -197,6 +197,28 @@ def test_side_files_add_tokens(make_folder: Maker, byte_level_json: Table) -> No
     assert tokenizer.encode("<pad><call>", add_special_tokens=False) == [size, size + 1]
     assert tokenizer.decode([size, size + 1]) == "<call>"
     assert tokenizer.eos_ids == (2, 1, size + 1)
+
+
+@pytest.mark.parametrize(
+    ("token", "flags_count", "lstrip", "special"),
+    [
+        (AddedToken("plain added", 330), True, False, False),
+        (AddedToken("plain added", 330, special=True), True, False, True),
+        (AddedToken("plain added", 330), False, True, False),  # of added_tokens.json
+        (AddedToken("plain added", special=True), True, True, True),
+    ],
+)
+def test_whose_flags_of_an_added_token_count(
+    byte_level_json: Table, token: AddedToken, flags_count: bool, lstrip: bool, special: bool
+) -> None:
+    """Those of added_tokens_decoder, if there is one, as in transformers 5; else those of tokenizer.json."""
+    number = next(n for n, each in enumerate(byte_level_json["added_tokens"]) if each["content"] == "plain added")
+    assert byte_level_json["added_tokens"][number]["id"] == 330
+    settings = TokenizerSettings(added_tokens=(token,), flags_count=flags_count)
+    tokenizer = load(edit(byte_level_json, "added_tokens", number, "lstrip", to=True), settings)
+    space = [] if lstrip else tokenizer.encode(" ", add_special_tokens=False)
+    assert tokenizer.encode(" plain added", add_special_tokens=False) == [*space, 330]
+    assert tokenizer.is_special(330) is special
 
 
 def test_a_normalized_added_token_streams_as_it_decodes(llama_json: Table) -> None:

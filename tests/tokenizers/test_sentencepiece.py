@@ -17,6 +17,7 @@ import bitnet_ref.errors
 from bitnet_ref.errors import TokenizerError
 from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer, load_tokenizer_files
 from bitnet_ref.tokenizers.files import check_token_id
+from bitnet_ref.tokenizers.gguf_sentencepiece import vocabulary_from_model
 from bitnet_ref.tokenizers.sentencepiece_model import (
     BYTE,
     CONTROL,
@@ -68,6 +69,16 @@ def test_special_tokens_in_text_as_transformers_has_them(
     storyteller: Tokenizer, text: str, expected: list[str]
 ) -> None:
     assert pieces(storyteller, text) == expected
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_space_is_put_before_a_text_where_the_settings_say_so(legacy: bool) -> None:
+    """As in transformers, `legacy` or not, and in llama.cpp."""
+    tokenizer = SentencePieceTokenizer(MODEL, TokenizerSettings(add_prefix_space=False, legacy=legacy))
+    assert pieces(tokenizer, "a</s>b") == ["a", "</s>", "b"]
+    for text in ("a", " a", "  a b"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert vocabulary_from_model(tokenizer)["tokenizer.ggml.add_space_prefix"] is False
 
 
 def test_legacy_prefixes_every_segment() -> None:

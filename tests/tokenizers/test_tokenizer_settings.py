@@ -123,6 +123,7 @@ def test_all_settings_of_a_folder(make_folder: Maker) -> None:
         bos_id=1,
         pad_id=11,
         eos_ids=(5, 4, 6),
+        flags_count=True,
         added_tokens=(
             AddedToken("<s>", special=True, lstrip=True),
             AddedToken("<unk>", special=True, normalized=True),
@@ -212,6 +213,11 @@ def test_bad_words_that_are_no_lists_of_ids(make_folder: Maker, words: Any, fiel
     assert "generation_config.json" in str(error.value)
 
 
+@pytest.mark.parametrize(("stated", "taken"), [(None, True), (True, True), (False, False)])
+def test_the_space_before_a_text(stated: bool | None, taken: bool, make_folder: Maker) -> None:
+    assert read_settings(make_folder({"tokenizer_config.json": {"add_prefix_space": stated}})).add_prefix_space is taken
+
+
 def test_the_jinja_file_comes_first(make_folder: Maker) -> None:
     folder = make_folder({"chat_template.jinja": "é{{ 1 }}", "tokenizer_config.json": {"chat_template": "other"}})
     assert read_settings(folder).chat_template == "é{{ 1 }}"
@@ -222,9 +228,12 @@ def test_the_template_for_tools_among_several(make_folder: Maker) -> None:
     folder = make_folder({"tokenizer_config.json": {"chat_template": [plain]}})
     settings = read_settings(folder)
     assert (settings.chat_template, settings.tool_template) == ("default {{ tools }}", None)
-    make_folder({"tokenizer_config.json": {"chat_template": [plain, tools]}, "chat_template.jinja": "other"})
+    make_folder({"tokenizer_config.json": {"chat_template": [plain, tools]}})
     settings = read_settings(folder)
-    assert (settings.chat_template, settings.tool_template) == ("other", "tool_use {{ tools }}")
+    assert (settings.chat_template, settings.tool_template) == ("default {{ tools }}", "tool_use {{ tools }}")
+    make_folder({"chat_template.jinja": "other"})  # in place of both
+    settings = read_settings(folder)
+    assert (settings.chat_template, settings.tool_template) == ("other", None)
     (folder / TOOL_TEMPLATE).parent.mkdir()
     make_folder({TOOL_TEMPLATE: "{{ unclosed", "tokenizer.model": (STORYTELLER / "tokenizer.model").read_bytes()})
     tokenizer = load_tokenizer(folder)
@@ -258,6 +267,7 @@ def test_the_template_for_tools_among_several(make_folder: Maker) -> None:
         ("tokenizer_config.json", {"bos_token": {"content": ""}}, r"bos_token\.content: a token cannot be empty"),
         ("tokenizer_config.json", {"eos_token": {"content": "a", "lstrip": 1}}, r"eos_token\.lstrip: expected true"),
         ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token: expected true or false, got 'yes'"),
+        ("tokenizer_config.json", {"add_prefix_space": 0}, "add_prefix_space: expected true or false, got 0"),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template: expected a string"),
         ("tokenizer_config.json", {"chat_template": "\ud800"}, "lone surrogate"),
         ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "x"}]}, "named 'default': rag"),

@@ -103,13 +103,16 @@ TARGETS = {target.name: target for target in _TARGETS}
 
 
 def gguf_tokenizer(checkpoint: Checkpoint) -> Mapping[str, Typed] | None:
-    """The tokenizer as GGUF metadata, or None. Stop tokens that only the configuration names take the free keys."""
-    from ...tokenizers.gguf_vocab import gguf_from_tokenizer_files
+    """The tokenizer as GGUF metadata, or None. Stop tokens that only the configuration names take the free keys.
+
+    It has a token for each row of the embedding, as llama.cpp requires: unused ones follow the tokenizer's own.
+    """
+    from ...tokenizers.gguf_vocab import gguf_from_tokenizer_files, pad_vocabulary
 
     files = checkpoint.tokenizer_files()
     if "tokenizer.json" not in files and "tokenizer.model" not in files:
         return None
-    metadata = gguf_from_tokenizer_files(files)
+    metadata = pad_vocabulary(gguf_from_tokenizer_files(files), checkpoint.config.vocab_size)
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     named = {metadata[key] for key in keys if key in metadata}
     free = [key for key in keys if key not in metadata]

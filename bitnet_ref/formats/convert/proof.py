@@ -264,6 +264,7 @@ def _compare_tokenizers(source: Checkpoint, written: Checkpoint, proof: Proof) -
         "BOS": (ours.bos_id, theirs.bos_id),
         "text to ids": (ours.encode(_TEXT), theirs.encode(_TEXT)),
         "chat template": (ours.chat_template, theirs.chat_template),
+        "template for tools": (ours.template_for(with_tools=True), theirs.template_for(with_tools=True)),
     }
     wrong = [name for name, (a, b) in facts.items() if a != b]
     ids = range(ours.vocab_size)

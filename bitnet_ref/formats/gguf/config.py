@@ -152,7 +152,7 @@ def read_gguf_config(
     if keys.count("attention.value_length", head_dim) != head_dim:
         raise keys.fail(f"{keys.arch}.attention.value_length", "differs from key_length, which is not supported")
     pooling = keys.get("pooling_type", 0)
-    if pooling and (not isinstance(pooling, int) or pooling not in _POOLINGS):
+    if not isinstance(pooling, int) or pooling not in (0, *_POOLINGS):
         raise keys.fail(f"{keys.arch}.pooling_type", f"expected 1 (mean) or 3 (last token), got {pooling!r}")
     if quantization is not None and LINEAR_NORM in file.tensors:
         quantization = replace(quantization, use_rms_norm=True, rms_norm_eps=LINEAR_NORM_EPS)
@@ -203,7 +203,7 @@ def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:
 def _activation(keys: _Keys, evidence: list[str] | None) -> str:
     """`<arch>.hidden_activation`; if that key is absent, the architecture's activation."""
     implied, key = keys.architecture.activation, f"{keys.arch}.hidden_activation"
-    activation = activation_name(keys.get("hidden_activation", implied), key)
+    activation = activation_name(keys.text("hidden_activation", implied), key)
     if evidence is not None and activation != implied:
         evidence.append(f"activation: {activation}, by {key}; the architecture {keys.arch} alone would mean {implied}")
     return activation

@@ -27,6 +27,7 @@ from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
+    EMBEDDING_FILES,
     Checkpoint,
     LoadOptions,
     all_linears,
@@ -199,21 +200,21 @@ def read_folder_config(path: Path, allow_unquantized: bool = False) -> ModelConf
 
 def _embedding_fields(folder: Path) -> dict[str, Any]:
     """The fields of the config that the files of sentence-transformers say, if there are any. Raises ConfigError."""
-    modules, path, out = folder / "modules.json", folder / "1_Pooling" / "config.json", dict[str, Any]()
-    if modules.is_file():
+    (modules, path, _), out = (folder / name for name in EMBEDDING_FILES), dict[str, Any]()
+    if is_present(modules):
         try:
             kinds = [
                 str(each["type"]).rpartition(".")[2]
-                for each in json.loads(read_bounded(modules, ConfigError, MAX_INDEX_BYTES))
+                for each in json.loads(read_bounded(modules, ConfigError, MAX_INDEX_BYTES, folder))
             ]
         except (ValueError, TypeError, KeyError) as problem:
             raise ConfigError("expected a list of modules, each with a type", path=modules) from problem
         if unknown := [kind for kind in kinds if kind not in MODULES]:
             raise ConfigError(f"{unknown[0]} is not done; there are: {', '.join(MODULES)}", path=modules, field="type")
         out["unit_embeddings"] = "Normalize" in kinds
-    if not path.is_file():
+    if not is_present(path):
         return out
-    raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES)
+    raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES, folder)
     modes = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ConfigError(f"expected one of {', '.join(POOLINGS)} to be true, got {modes}", path=path)

@@ -47,6 +47,7 @@ from ..checkpoint import (
     linear_shape,
     read_part,
     scale_convention,
+    write_tokenizer_files,
 )
 from ..names import hf_module, hf_modules
 from ..packing import hf_from_ternary
@@ -148,8 +149,7 @@ def write_hf(
     if not config.unit_embeddings:
         kinds = [{"type": f"sentence_transformers.models.{kind}"} for kind in MODULES if kind != "Normalize"]
         (folder / "modules.json").write_text(json.dumps(kinds) + "\n", encoding="utf-8")
-    for name, data in checkpoint.tokenizer_files().items():
-        (folder / name).write_bytes(data)
+    write_tokenizer_files(checkpoint, folder)
 
 
 @contextmanager

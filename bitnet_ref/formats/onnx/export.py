@@ -16,7 +16,7 @@ from ...errors import ShapeError
 from ...families import config_to_dict
 from ...reference.layers import Array
 from ...system.atomic import atomic_path
-from ..checkpoint import Checkpoint, Progress
+from ..checkpoint import Checkpoint, Progress, write_tokenizer_files
 from .file import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
 from .graph import IR_VERSION, OPSET, DecoderGraph
 
@@ -94,5 +94,4 @@ def export_onnx(
 def write_onnx_folder(checkpoint: Checkpoint, folder: Path, progress: Progress | None = None) -> None:
     """Write model.onnx, its data and the tokenizer's files into an existing folder."""
     export_onnx(folder / MODEL_FILE, checkpoint, progress=progress)
-    for name, data in checkpoint.tokenizer_files().items():
-        (folder / name).write_bytes(data)
+    write_tokenizer_files(checkpoint, folder)

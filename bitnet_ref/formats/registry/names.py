@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...errors import RegistryError
 from ...system.sharing import split_names
-from ..checkpoint import TOKENIZER_FILES
+from ..checkpoint import EMBEDDING_FILES, TOKENIZER_FILES
 from ..hf.folder import INDEX_FILE, SINGLE_FILE
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 
@@ -48,9 +48,10 @@ def choose_files(names: Iterable[str], file: str | None = None) -> tuple[list[st
     """(the files of one model among a folder's file names, the file to open or None for the folder).
 
     file: the weights file to take if there are several, or the type in its name: "Q2_0". Of a model that is split over
-    several files the first is opened. Only files with known names and suffixes in the folder itself are taken: no code,
-    no pickles, no subfolders. Raises RegistryError if there is no model, or more than one.
+    several files the first is opened. Only files with known names and suffixes are taken, of subfolders only those with
+    known names: no code, no pickles. Raises RegistryError if there is no model, or more than one.
     """
+    names = {*names}
     plain = {name for name in names if _FILE.fullmatch(name)}
     files = sorted(name for name in plain if name.endswith((NATIVE_SUFFIX, ".gguf")))
     single = [name for name in files if name == split_names(name)[0] or split_names(name)[0] not in plain]
@@ -63,7 +64,7 @@ def choose_files(names: Iterable[str], file: str | None = None) -> tuple[list[st
         return _parts(chosen[0], plain), chosen[0]
     hf = {SINGLE_FILE} & plain or {name for name in plain if _SHARD.fullmatch(name) or name == INDEX_FILE}
     if "config.json" in plain and hf & {SINGLE_FILE, INDEX_FILE}:
-        return sorted(hf | {"config.json"} | plain & {*TOKENIZER_FILES, MODEL_CARD}), None
+        return sorted(hf | {"config.json"} | names & {*TOKENIZER_FILES, *EMBEDDING_FILES, MODEL_CARD}), None
     if len(single) == 1:
         return _parts(single[0], plain), single[0]
     if single:

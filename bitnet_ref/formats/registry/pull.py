@@ -76,7 +76,7 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
             with _explain_errors(hub, reference), _plain_etags(hub):
                 hub.snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=patterns)
         for each in names:
-            _check_place(folder / each, reference)
+            _check_place(folder, each, reference)
             _compare(folder / each, listed[each], reference)
         open_checkpoint(path).close()  # raises if it is no model
         if revision != commit:
@@ -181,9 +181,10 @@ def _plain_etags(hub: Any) -> Iterator[None]:
         session.event_hooks = before
 
 
-def _check_place(file: Path, reference: str) -> None:
+def _check_place(folder: Path, name: str, reference: str) -> None:
     """Raise HubError for a link out of the repository's folder, to what may be a file of the user's own."""
-    if file.is_symlink() and not stays_inside(file.parent, file):
+    file = folder / name
+    if file.is_symlink() and not stays_inside(folder, file):
         target = file.resolve()
         file.unlink()
         message = f"the hub has placed {file.name} of {reference} outside of the cache, at {target}"
