@@ -394,19 +394,20 @@ class TrainingRun:
         return self.folder / (MODEL if self.settings.lora is None else ADAPTER)
 
     def save(self) -> None:
-        """Replace the checkpoint, then the model's folder. An interrupt leaves the old file or the new one."""
+        """Replace the model's folder, then the checkpoint, so that a run whose last checkpoint is there has its model.
+        An interrupt leaves the old file or the new one."""
         optimizer, masters = self.trainer.optimizer, self.trainer.masters
         arrays = {
             f"{kind}.{name}": array
             for kind, part in (("master", masters), ("m", optimizer.m), ("v", optimizer.v))
             for name, array in part.items()
         }
+        self.trainer.save(self.output)
         facts = {"step": optimizer.step, "recent": list(self._recent), "identity": self._identity()}
         metadata = {FACTS: json.dumps(facts)}
         hashes = {name: ("F32", array.shape, _hash_array(to_host(array))) for name, array in arrays.items()}
         metadata["content_hash"] = content_hash(metadata, hashes)
         write_masters(self.folder / CHECKPOINT, arrays, metadata)
-        self.trainer.save(self.output)
 
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""

@@ -145,6 +145,24 @@ def test_a_run_without_an_end_ends_from_its_checkpoint(config, tmp_path):
     assert rates == pytest.approx([5e-3 * share for share in expected])
 
 
+def test_an_interrupt_before_the_last_model_is_written(config, tmp_path, monkeypatch):
+    start(config, tmp_path / "whole").run()
+    run = start(config, tmp_path / "broken")
+    save = run.trainer.save
+
+    def interrupted(folder):
+        if run.step == 12:
+            raise KeyboardInterrupt
+        save(folder)
+
+    monkeypatch.setattr(run.trainer, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    start(config, tmp_path / "broken", resume=True).run()
+    for name in ("checkpoint.safetensors", "model/model.safetensors"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def killed(config, folder, wait_s):
     """Train in a process of its own; kill it after so long.   -> whether it was killed in time"""
     command = [sys.executable, "-m", "bitnet_ref", "train", str(config), "--out", str(folder), "--threads", "1"]
