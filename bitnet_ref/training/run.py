@@ -54,7 +54,7 @@ MAX_PADDING = 256  # tokens without a piece that a new model may have; vocabular
 NUMBER, COUNT = Number(0, MAX_NUMBER, whole=True), Number(1, MAX_NUMBER, whole=True)
 AMOUNT = Number(0, MAX_AMOUNT)
 PATHS = ListOf(TEXT, "paths", or_one=True)
-FILES, FOLDERS = ("train", "validation"), ("tokenizer", "init", "teacher")  # settings that are paths
+FILES, MODELS = ("train", "validation"), ("init", "teacher", "lora")  # settings that are paths; of models, or names
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,12 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
         settings = RunSettings(**values)
     folder = path.parent
     paths: dict[str, Any] = {key: [str(folder / name) for name in getattr(settings, key)] for key in FILES}
-    paths |= {key: str(folder / name) for key in FOLDERS if (name := getattr(settings, key)) is not None}
-    if settings.lora is not None and (folder / settings.lora).exists():  # else a model's name
-        paths["lora"] = str(folder / settings.lora)
+    if settings.tokenizer is not None:
+        paths["tokenizer"] = str(folder / settings.tokenizer)
+    for key in MODELS:
+        name = getattr(settings, key)
+        if name is not None and (folder / name).exists():  # else a model's name
+            paths[key] = str(folder / name)
     return replace(settings, **paths), tables.get("model")
 
 

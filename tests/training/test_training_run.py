@@ -429,11 +429,13 @@ def test_wrong_settings(old, new, error, config, tmp_path):
 
 def test_paths_are_relative_to_the_file(tmp_path):
     settings = 'train = ["a.txt", "b.txt"]\nvalidation = "c.npy"\ntokenizer = "tok"\nteacher = "teacher"\n'
-    (tmp_path / "base").mkdir()
+    for name in ("first", "base", "teacher"):
+        (tmp_path / name).mkdir()
     for key, value, expected in (
         ("init", "first", tmp_path / "first"),
         ("lora", "base", tmp_path / "base"),
         ("lora", "storyteller", "storyteller"),  # there is no such folder: a model's name
+        ("init", "storyteller", "storyteller"),
     ):
         (tmp_path / "run.toml").write_text(f'[data]\n{settings}{key} = "{value}"\n')
         read, _ = read_run(tmp_path / "run.toml")
@@ -443,6 +445,8 @@ def test_paths_are_relative_to_the_file(tmp_path):
         )
         assert (read.tokenizer, read.teacher) == (str(tmp_path / "tok"), str(tmp_path / "teacher"))
         assert getattr(read, key) == str(expected)
+    (tmp_path / "run.toml").write_text('[data]\ntrain = "a.txt"\nteacher = "storyteller"\n')
+    assert read_run(tmp_path / "run.toml")[0].teacher == "storyteller"
 
 
 def test_wrong_files(config, tmp_path):
