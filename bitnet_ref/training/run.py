@@ -134,10 +134,11 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
     path = Path(path)
     tables = read_toml(path, FormatError)
     known, values = [field.name for field in fields(RunSettings)], {}
-    for table in tables.keys() - {"data", "training", "model"}:
-        raise ConfigError("expected the tables [model], [data] and [training]", path=path, field=str(table)[:100])
+    for table, content in tables.items():
+        if table not in ("data", "training", "model") or not isinstance(content, dict):
+            raise ConfigError("expected the tables [model], [data] and [training]", path=path, field=table[:100])
     for table in ("data", "training"):
-        for key, value in dict(tables.get(table, {})).items():
+        for key, value in tables.get(table, {}).items():
             if key not in known:
                 message = f"is no setting of a run; {suggest(key, known)}"
                 raise ConfigError(message, path=path, field=f"{table}.{key}"[:100])

@@ -418,6 +418,9 @@ def test_a_run_learns_from_a_teacher(config, tmp_path):
         ('train = "tokens.npy"', "train = 3", r"train: expected a list of paths, got 3"),
         ("context = 8", "context = 64", r"context: expected at most the model's context of 32"),
         ("[training]", "[trainning]", "expected the tables"),
+        ("[training]", "[[training]]", "expected the tables"),
+        ("[model]", "[[model]]", "expected the tables"),
+        ("[data]", "[[data]]", "expected the tables"),
         ("hidden_size = 16", "hidden_size = 15", "num_attention_heads|head_dim"),
     ],
 )
