@@ -226,6 +226,13 @@ def test_generate_profile():
         assert words not in plain.stderr
 
 
+def test_a_narrow_profile_cuts_no_number(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    result = invoke("generate", PROMPT, "--max-tokens", "6", "--profile", *PLAIN)
+    assert "…" not in result.stderr
+    assert max(map(len, result.stderr.splitlines()[1:])) <= 70
+
+
 def test_generate_several_texts():
     model = shared_model("storyteller", BACKEND, threads=1)
     outs = model.generate(PROMPT, max_tokens=6, num_beams=3, n=2, early_stopping="never", logit_bias={262: -3})
