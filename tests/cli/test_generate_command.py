@@ -5,6 +5,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 from dataclasses import fields
 
 import numpy as np
@@ -141,6 +142,14 @@ def test_a_reader_that_left_before_the_report():
     os.close(writing)
     _, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (0, b"")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_empty(closed):
+    command = f"{sys.executable} -m bitnet_ref generate - --max-tokens 1 {closed}"
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.thorough
