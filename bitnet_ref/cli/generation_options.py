@@ -58,7 +58,7 @@ def is_model(word: str) -> bool:
     """Whether a word of the command line is meant as a model: a shipped one's name, or a file or folder of weights."""
     from ..formats.open import shipped_models
 
-    return word in shipped_models() or Path(word).is_dir() or word.endswith((".gguf", ".safetensors", ".onnx"))
+    return word in shipped_models() or os.path.isdir(word) or word.endswith((".gguf", ".safetensors", ".onnx"))
 
 
 def loading_options(function: AnyFunction) -> AnyFunction:
