@@ -151,7 +151,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
         paths["tokenizer"] = str(folder / settings.tokenizer)
     for key in MODELS:
         name = getattr(settings, key)
-        if name is not None and (folder / name).exists():  # else a model's name
+        if name is not None and _is_path(folder / name):
             paths[key] = str(folder / name)
     return replace(settings, **paths), tables.get("model")
 
@@ -221,7 +221,7 @@ class TrainingRun:
                 raise ConfigError("expected no table [model] with lora: the model is that of lora", field="model")
             base = load(settings.lora, backend="numpy")
             self._base_hash = weight_hash(base.weights)
-            name = None if Path(settings.lora).exists() else settings.lora
+            name = None if _is_path(settings.lora) else settings.lora
             adapter: dict[str, Any] = {
                 "rank": settings.lora_rank,
                 "alpha": settings.lora_alpha,
@@ -483,6 +483,11 @@ class TrainingRun:
         rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
+
+
+def _is_path(model: str | Path) -> bool:
+    """Whether it is a file, a folder or FOLDER:FILE; else it is a model's name."""
+    return os.path.exists(model) or os.path.isdir(os.fspath(model).rpartition(":")[0])
 
 
 def _hash_array(array: NDArray[Any]) -> str:

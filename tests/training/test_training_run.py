@@ -437,6 +437,7 @@ def test_paths_are_relative_to_the_file(tmp_path):
     for key, value, expected in (
         ("init", "first", tmp_path / "first"),
         ("lora", "base", tmp_path / "base"),
+        ("lora", "base:a.gguf", tmp_path / "base:a.gguf"),
         ("lora", "storyteller", "storyteller"),  # there is no such folder: a model's name
         ("init", "storyteller", "storyteller"),
     ):
