@@ -329,6 +329,16 @@ def content_of(value: str | None) -> str | None:
         raise click.BadParameter(f"{value[1:]}: {problem.message}") from problem
 
 
+def read_template(value: str | None) -> str | None:
+    """The source of --chat-template. Raises TokenizerError for one that is no template."""
+    from ..tokenizers.templates.chat_template import ChatTemplate
+
+    source = content_of(value)
+    if value is not None and source is not None:
+        ChatTemplate(source, path=value[1:] if value.startswith("@") else None)
+    return source
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file. Raises FormatError."""
     return decode_text(read_bounded(path, FormatError, MAX_TEXT_BYTES), FormatError, path)
