@@ -676,6 +676,12 @@ def test_long_documents_are_encoded_in_blocks_of_paragraphs(tmp_path):
     assert list(encode_files([tmp_path / "a.txt"], tokenizer)) == [[first], [second], [third]]
 
 
+def test_a_tokenizer_is_trained_on_lines_of_any_length(tmp_path):
+    (tmp_path / "line.txt").write_text(STORY.replace("\n", " ") * 3)
+    assert train_sentencepiece([tmp_path / "line.txt"], tmp_path, 300) == 300
+    assert len(load_tokenizer(tmp_path).encode("hen")) == 2  # BOS, and a piece of its own
+
+
 @pytest.mark.thorough
 def test_encoded_texts_are_named_by_what_they_are_made_of(tmp_path):
     """Another text or tokenizer of the same size and time, or a damaged byte anywhere: they are encoded anew."""
