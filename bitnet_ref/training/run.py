@@ -297,6 +297,10 @@ class TrainingRun:
         message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary {config.vocab_size}"
         if self.tokenizer.vocab_size > config.vocab_size:
             raise ConfigError(message, field="vocab_size")
+        count = len(self.tokenizer.encode(settings.sample_prompt))
+        if settings.sample_every and count >= config.context_length:
+            short = f"expected fewer tokens than the model's context of {config.context_length}, got {count}"
+            raise ConfigError(short, field="sample_prompt")
         is_new = settings.init is None and settings.lora is None
         if is_new and config.vocab_size - self.tokenizer.vocab_size > MAX_PADDING:
             message += f"; the others have no text: set vocab_size = {self.tokenizer.vocab_size}"

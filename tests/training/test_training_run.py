@@ -739,6 +739,11 @@ def test_a_model_with_many_more_tokens_than_its_tokenizer_is_warned_of(tmp_path)
         start(path, tmp_path / "wide")
     path.write_text(MODEL.replace("vocab_size = 64", "vocab_size = 576") + data)
     start(path, tmp_path / "padded")  # pytest makes errors of warnings
+    path.write_text(path.read_text() + f'sample_prompt = "{"The fox " * 40}"\n')
+    start(path, tmp_path / "silent")
+    path.write_text(path.read_text() + "sample_every = 500\n")
+    with pytest.raises(ConfigError, match="sample_prompt: expected fewer tokens than the model's context of 32"):
+        start(path, tmp_path / "loud")
 
 
 def test_the_shell_trains_and_generates(tmp_path):
