@@ -240,7 +240,7 @@ class LoadedModel:
     def _put_on(self, adapter: Adapter) -> Self:
         made = copy.copy(self)
         made._weights = SteppedWeights(iter([self._adapted.of_all(self.weights, adapter)]))
-        made.adapters, made._adapted = {}, AdaptedWeights(self.backend)
+        made.adapters, made._adapted, made.watcher = {}, AdaptedWeights(self.backend), None
         if (again := self._load_again) is not None:
             made._load_again = lambda backend: again(backend)._put_on(adapter)
         return made
