@@ -220,8 +220,9 @@ def spread(opener: Opener, count: int | None, address: str | None, resource: Any
 def model_opener(options: dict[str, Any], count: int | None) -> Opener:
     """Opens the model that `loading_options` describe in a worker; the weights are mapped once for each machine."""
     chosen = {name: options[name] for name in ("model", *chain(*LOADING.values())) if name in options}
-    if Path(chosen["model"]).exists():
-        chosen["model"] = str(Path(chosen["model"]).resolve())
+    for name in ("model", "adapter"):  # a worker may run in another folder
+        if chosen.get(name) not in (None, "none") and Path(chosen[name]).exists():
+            chosen[name] = str(Path(chosen[name]).resolve())
     if count is not None and chosen.get("threads") is None:
         from ..system.threads import resolve_threads
 
@@ -231,17 +232,21 @@ def model_opener(options: dict[str, Any], count: int | None) -> Opener:
 
 
 def load_in_worker(options: tuple[tuple[str, Any], ...]) -> Model:
-    """One process of a machine prepares the weights, the others wait for it, and all map them."""
+    """One process of a machine prepares the weights, the others wait for it, and all map them. With an adapter on, each
+    reads its own."""
     from ..api import load
+    from ..formats.hf.adapter import find_adapter
     from ..formats.open import find_model
     from ..system.atomic import lock_file
 
     chosen = dict(options)
     path = find_model(chosen.pop("model"))
+    if find_adapter(path, chosen.get("adapter"))[1] is None:
+        chosen["prepared"] = "mapped"
     folder = os.open(path if path.is_dir() else path.parent, os.O_RDONLY)
     try:
         lock_file(folder)
-        return load(path, **{**chosen, "prepared": "mapped"})
+        return load(path, **chosen)
     finally:
         os.close(folder)
 
