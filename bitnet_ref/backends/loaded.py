@@ -234,11 +234,15 @@ class LoadedModel:
     def with_adapter(self, name: str | None) -> Self:
         """This model with one of its adapters on for everything, as `load(..., adapter=FOLDER)` gives it, with the same
         weights in memory. None: the model itself. Raises GenerationError."""
-        if (adapter := self.find_adapter(name)) is None:
-            return self
+        adapter = self.find_adapter(name)
+        return self if adapter is None else self._put_on(adapter)
+
+    def _put_on(self, adapter: Adapter) -> Self:
         made = copy.copy(self)
         made._weights = SteppedWeights(iter([self._adapted.of_all(self.weights, adapter)]))
-        made.adapters, made._adapted = {}, AdaptedWeights(self.backend)
+        made.adapters, made._adapted, made.watcher = {}, AdaptedWeights(self.backend), None
+        if (again := self._load_again) is not None:
+            made._load_again = lambda backend: again(backend)._put_on(adapter)
         return made
 
     def new_cache(

@@ -14,7 +14,6 @@ from ..errors import BackendUnavailable
 from ..serving.engine_config import EngineConfig
 from .generation_options import (
     INPUT_FILE,
-    content_of,
     declared_option,
     load_in_worker,
     load_model,
@@ -24,6 +23,7 @@ from .generation_options import (
     name_model,
     pop_workers,
     read_adapters,
+    read_template,
     read_text,
     server_config,
     spread,
@@ -84,7 +84,7 @@ def batch(
     options["model"] = str(path)
     count, address = pop_workers(options)
     _, loading = model_opener(options, count)
-    template = content_of(chat_template)
+    template = read_template(chat_template)
     adapter = options.get("adapter")
     files = [*model_files(path), *(model_files(Path(adapter)) if adapter else ())]
     run: dict[str, Any] = {"version": __version__, "model": name, "template": template, "hashes": hash_files(files)}

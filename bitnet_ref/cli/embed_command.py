@@ -62,7 +62,8 @@ def embed(
 
     Without --out the similarity of each text to the first is shown; --json gives the vectors.
     """
-    rows = [*texts, *([] if file is None else (line for line in read_text(file).splitlines() if line))]
+    lines = "" if file is None else read_text(file).replace("\r\n", "\n")
+    rows = [*texts, *filter(None, lines.split("\n"))]  # splitlines() would also split at form feeds and U+2028
     if not rows:
         raise click.UsageError("no texts: give some, or --file")
     if sum(each is not None for each in (instruct, prompt, prompt_name)) > 1:

@@ -58,7 +58,7 @@ def is_model(word: str) -> bool:
     """Whether a word of the command line is meant as a model: a shipped one's name, or a file or folder of weights."""
     from ..formats.open import shipped_models
 
-    return word in shipped_models() or Path(word).is_dir() or word.endswith((".gguf", ".safetensors", ".onnx"))
+    return word in shipped_models() or os.path.isdir(word) or word.endswith((".gguf", ".safetensors", ".onnx"))
 
 
 def loading_options(function: AnyFunction) -> AnyFunction:
@@ -220,8 +220,9 @@ def spread(opener: Opener, count: int | None, address: str | None, resource: Any
 def model_opener(options: dict[str, Any], count: int | None) -> Opener:
     """Opens the model that `loading_options` describe in a worker; the weights are mapped once for each machine."""
     chosen = {name: options[name] for name in ("model", *chain(*LOADING.values())) if name in options}
-    if Path(chosen["model"]).exists():
-        chosen["model"] = str(Path(chosen["model"]).resolve())
+    for name in ("model", "adapter"):  # a worker may run in another folder
+        if chosen.get(name) not in (None, "none") and Path(chosen[name]).exists():
+            chosen[name] = str(Path(chosen[name]).resolve())
     if count is not None and chosen.get("threads") is None:
         from ..system.threads import resolve_threads
 
@@ -231,17 +232,21 @@ def model_opener(options: dict[str, Any], count: int | None) -> Opener:
 
 
 def load_in_worker(options: tuple[tuple[str, Any], ...]) -> Model:
-    """One process of a machine prepares the weights, the others wait for it, and all map them."""
+    """One process of a machine prepares the weights, the others wait for it, and all map them. With an adapter on, each
+    reads its own."""
     from ..api import load
+    from ..formats.hf.adapter import find_adapter
     from ..formats.open import find_model
     from ..system.atomic import lock_file
 
     chosen = dict(options)
     path = find_model(chosen.pop("model"))
+    if find_adapter(path, chosen.get("adapter"))[1] is None:
+        chosen["prepared"] = "mapped"
     folder = os.open(path if path.is_dir() else path.parent, os.O_RDONLY)
     try:
         lock_file(folder)
-        return load(path, **{**chosen, "prepared": "mapped"})
+        return load(path, **chosen)
     finally:
         os.close(folder)
 
@@ -327,6 +332,16 @@ def content_of(value: str | None) -> str | None:
         return read_text(Path(value[1:]))
     except FormatError as problem:
         raise click.BadParameter(f"{value[1:]}: {problem.message}") from problem
+
+
+def read_template(value: str | None) -> str | None:
+    """The source of --chat-template. Raises TokenizerError for one that is no template."""
+    from ..tokenizers.templates.chat_template import ChatTemplate
+
+    source = content_of(value)
+    if value is not None and source is not None:
+        ChatTemplate(source, path=value[1:] if value.startswith("@") else None)
+    return source
 
 
 def read_text(path: Path) -> str:

@@ -24,7 +24,7 @@ NO_JUPYTERLAB = (
 
 
 class Copied(NamedTuple):
-    """File names by what was done with them."""
+    """Files, by their paths in the folder, by what was done with them."""
 
     copied: list[str]
     unchanged: list[str]
@@ -109,13 +109,14 @@ def copy_notebooks(source: Path, target: Path, force: bool = False, edition: str
                 content = _in_edition(content, edition)
             if nbgrader:
                 copy = target / "source" / file.stem / file.name
+            name = copy.relative_to(target).as_posix()
             if copy.exists() and _read(copy) == content:
-                done.unchanged.append(file.name)
+                done.unchanged.append(name)
             elif copy.exists() and not force:
-                done.kept.append(file.name)
+                done.kept.append(name)
             else:
                 write_file(copy, content)
-                done.copied.append(file.name)
+                done.copied.append(name)
     return done
 
 

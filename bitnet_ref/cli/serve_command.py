@@ -19,12 +19,12 @@ from ..errors import BackendUnavailable, ConfigError, StorageError
 from ..serving.engine_config import EngineConfig
 from .generation_options import (
     READING,
-    content_of,
     declared_option,
     lora_option,
     name_model,
     read_adapters,
     read_bytes,
+    read_template,
     reading_options,
     server_config,
 )
@@ -145,13 +145,14 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     if default_model is not None and default_model not in sources:
         raise click.UsageError(f"--default-model: {default_model!r} is not served; there are: {', '.join(sources)}")
     limits = ServerLimits(options["max_body"], options["max_streams"], request_timeout_s=options["request_timeout_s"])
+    template = read_template(options["chat_template"])
     bound = listen(host, port)
     is_private = is_loopback(bound.getsockname()[0])
     app = create_app(
         ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"], adapters, default_model),
         limits,
         api_keys=api_keys,
-        chat_template=content_of(options["chat_template"]),
+        chat_template=template,
         origins=options["origins"],
         hosts=allowed_hosts(host, bound.getsockname()[0], options["hosts"]),
         version=__version__,

@@ -15,13 +15,13 @@ from ..serving.engine_config import EngineConfig
 from ..system.json_file import parse_json_object
 from .generation_options import (
     INPUT_FILE,
-    content_of,
     declared_option,
     load_model,
     loading_options,
     lora_option,
     name_model,
     read_adapters,
+    read_template,
     read_text,
     section,
     server_config,
@@ -92,7 +92,7 @@ def verify(
     with loaded.engine(config=settings) as engine:
         for adapter, folder in folders.items():
             engine.add_adapter(adapter, folder)
-        server = BatchServer(engine, served_as, content_of(chat_template), adapters=tuple(folders))
+        server = BatchServer(engine, served_as, read_template(chat_template), adapters=tuple(folders))
         if is_batch:
             checks = list(check_lines(server, asked, lines))
         else:

@@ -105,7 +105,7 @@ class TaskModel(TemplateLM):
 
 
 def read_generation(given: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """lm-eval's parameters of a text as this package's. Greedy unless `do_sample`, whatever the temperature."""
+    """lm-eval's parameters of a text as this package's. Greedy without a temperature, and with `do_sample` False."""
     rest = dict(given)
     until = rest.pop("until", None) or []
     lengths = [value for name in LENGTHS if (value := rest.pop(name, None)) is not None]

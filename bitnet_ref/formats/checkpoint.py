@@ -504,6 +504,7 @@ def _cannot_merge(checkpoint: Checkpoint, name: str, kind: str) -> ConfigError:
         "model. Keep it apart (load, generate --adapter, serve --lora), or convert the model alone with adapter='none'",
         path=checkpoint.path,
         field="adapter",
+        mentions=["adapter='none'"],
     )
 
 

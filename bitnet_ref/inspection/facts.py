@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -276,6 +277,10 @@ class Inspection:
         out["config"] = None if self.config is None else config_to_dict(self.config)
         for name in ("quantization", "scale_convention", "activation"):
             out[name] = getattr(self, name)
+        if self.tokenizer is not None:
+            for name, value in self.tokenizer.sampling.items():
+                if isinstance(value, float) and not math.isfinite(value):  # 1e999 in a file; JSON has no such number
+                    out["tokenizer"]["sampling"][name] = str(value)
         for row, matrix in zip(out["ternary"], self.ternary, strict=True):
             row["shares"] = list(matrix.shares)
         for by in ("kind", "layer"):

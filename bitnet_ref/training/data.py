@@ -157,14 +157,15 @@ def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file, as it is or compressed as .xz. Raises FormatError, also for a small file of a huge text."""
+    """A UTF-8 text file, as it is or compressed as .xz; \\r\\n is a line end too. Raises FormatError, also for a small
+    file of a huge text."""
     try:
         with open_regular(file, FormatError) as opened:
             data = opened.read()
         data = _decompress(data, file) if file.suffix == ".xz" else data
     except (OSError, lzma.LZMAError, EOFError) as problem:
         raise FormatError(f"cannot be read: {problem}", path=file) from problem
-    return decode_text(data, FormatError, file)
+    return decode_text(data, FormatError, file).replace("\r\n", "\n")
 
 
 def _decompress(data: bytes, file: Path) -> bytes:
@@ -231,6 +232,7 @@ def train_sentencepiece(files: Sequence[Path], folder: Path, vocab_size: int, pr
         "minloglevel": 2,
     }
     settings |= {
+        "max_sentence_length": 1 << 30,  # bytes of a line; SentencePiece leaves out longer ones, from 4,193 by default
         "user_defined_symbols": ["\n"],
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,

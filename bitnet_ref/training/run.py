@@ -54,7 +54,7 @@ MAX_PADDING = 256  # tokens without a piece that a new model may have; vocabular
 NUMBER, COUNT = Number(0, MAX_NUMBER, whole=True), Number(1, MAX_NUMBER, whole=True)
 AMOUNT = Number(0, MAX_AMOUNT)
 PATHS = ListOf(TEXT, "paths", or_one=True)
-FILES, FOLDERS = ("train", "validation"), ("tokenizer", "init", "teacher")  # settings that are paths
+FILES, MODELS = ("train", "validation"), ("init", "teacher", "lora")  # settings that are paths; of models, or names
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,11 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
     path = Path(path)
     tables = read_toml(path, FormatError)
     known, values = [field.name for field in fields(RunSettings)], {}
-    for table in tables.keys() - {"data", "training", "model"}:
-        raise ConfigError("expected the tables [model], [data] and [training]", path=path, field=str(table)[:100])
+    for table, content in tables.items():
+        if table not in ("data", "training", "model") or not isinstance(content, dict):
+            raise ConfigError("expected the tables [model], [data] and [training]", path=path, field=table[:100])
     for table in ("data", "training"):
-        for key, value in dict(tables.get(table, {})).items():
+        for key, value in tables.get(table, {}).items():
             if key not in known:
                 message = f"is no setting of a run; {suggest(key, known)}"
                 raise ConfigError(message, path=path, field=f"{table}.{key}"[:100])
@@ -146,9 +147,12 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
         settings = RunSettings(**values)
     folder = path.parent
     paths: dict[str, Any] = {key: [str(folder / name) for name in getattr(settings, key)] for key in FILES}
-    paths |= {key: str(folder / name) for key in FOLDERS if (name := getattr(settings, key)) is not None}
-    if settings.lora is not None and (folder / settings.lora).exists():  # else a model's name
-        paths["lora"] = str(folder / settings.lora)
+    if settings.tokenizer is not None:
+        paths["tokenizer"] = str(folder / settings.tokenizer)
+    for key in MODELS:
+        name = getattr(settings, key)
+        if name is not None and _is_path(folder / name):
+            paths[key] = str(folder / name)
     return replace(settings, **paths), tables.get("model")
 
 
@@ -217,7 +221,7 @@ class TrainingRun:
                 raise ConfigError("expected no table [model] with lora: the model is that of lora", field="model")
             base = load(settings.lora, backend="numpy")
             self._base_hash = weight_hash(base.weights)
-            name = None if Path(settings.lora).exists() else settings.lora
+            name = None if _is_path(settings.lora) else settings.lora
             adapter: dict[str, Any] = {
                 "rank": settings.lora_rank,
                 "alpha": settings.lora_alpha,
@@ -293,6 +297,10 @@ class TrainingRun:
         message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary {config.vocab_size}"
         if self.tokenizer.vocab_size > config.vocab_size:
             raise ConfigError(message, field="vocab_size")
+        count = len(self.tokenizer.encode(settings.sample_prompt))
+        if settings.sample_every and count >= config.context_length:
+            short = f"expected fewer tokens than the model's context of {config.context_length}, got {count}"
+            raise ConfigError(short, field="sample_prompt")
         is_new = settings.init is None and settings.lora is None
         if is_new and config.vocab_size - self.tokenizer.vocab_size > MAX_PADDING:
             message += f"; the others have no text: set vocab_size = {self.tokenizer.vocab_size}"
@@ -394,19 +402,20 @@ class TrainingRun:
         return self.folder / (MODEL if self.settings.lora is None else ADAPTER)
 
     def save(self) -> None:
-        """Replace the checkpoint, then the model's folder. An interrupt leaves the old file or the new one."""
+        """Replace the model's folder, then the checkpoint, so that a run whose last checkpoint is there has its model.
+        An interrupt leaves the old file or the new one."""
         optimizer, masters = self.trainer.optimizer, self.trainer.masters
         arrays = {
             f"{kind}.{name}": array
             for kind, part in (("master", masters), ("m", optimizer.m), ("v", optimizer.v))
             for name, array in part.items()
         }
+        self.trainer.save(self.output)
         facts = {"step": optimizer.step, "recent": list(self._recent), "identity": self._identity()}
         metadata = {FACTS: json.dumps(facts)}
         hashes = {name: ("F32", array.shape, _hash_array(to_host(array))) for name, array in arrays.items()}
         metadata["content_hash"] = content_hash(metadata, hashes)
         write_masters(self.folder / CHECKPOINT, arrays, metadata)
-        self.trainer.save(self.output)
 
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
@@ -478,6 +487,11 @@ class TrainingRun:
         rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
+
+
+def _is_path(model: str | Path) -> bool:
+    """Whether it is a file, a folder or FOLDER:FILE; else it is a model's name."""
+    return os.path.exists(model) or os.path.isdir(os.fspath(model).rpartition(":")[0])
 
 
 def _hash_array(array: NDArray[Any]) -> str:

@@ -33,6 +33,8 @@ def test_similarities_vectors_and_files(tmp_path):
     as_json = json.loads(invoke("--file", tmp_path / "lines.txt", "--json").stdout)
     assert (as_json["texts"], as_json["dimensions"], as_json["dtype"]) == (3, 256, "float32")
     np.testing.assert_array_equal(np.array(as_json["vectors"], dtype=np.float32), expected)
+    (tmp_path / "lines.txt").write_bytes("one\fline\u2028of text\r\nanother\n".encode())
+    assert json.loads(invoke("--file", tmp_path / "lines.txt", "--json").stdout)["texts"] == 2
     written = invoke(*TEXTS, "--out", tmp_path / "v.npy")
     assert written.stderr == f"3 vectors of 256 float32 numbers in {tmp_path / 'v.npy'}\n"
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
@@ -144,6 +146,6 @@ def test_a_model_or_file_among_the_texts_is_remarked(tmp_path):
     assert "'storyteller' is taken as a text; a model is given by --model" in shown.stderr
     heading = "similarity to the first text:\n"
     assert invoke("storyteller", "--model", "storyteller").stderr == heading
-    assert invoke("a text").stderr == heading
+    assert invoke("a text").stderr == invoke("").stderr == heading
     (tmp_path / "texts.txt").write_text("a text")
     assert "is taken as a text; a file of texts is given by --file" in invoke(tmp_path / "texts.txt").stderr

@@ -5,6 +5,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 from dataclasses import fields
 
 import numpy as np
@@ -143,6 +144,14 @@ def test_a_reader_that_left_before_the_report():
     assert (child.returncode, err) == (0, b"")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_empty(closed):
+    command = f"{sys.executable} -m bitnet_ref generate - --max-tokens 1 {closed}"
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.thorough
 def test_a_stdout_that_is_not_utf8():
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
@@ -224,6 +233,13 @@ def test_generate_profile():
     for words in ("decode: 5 steps", "linears gate_proj up_proj", "outside the model"):
         assert words in result.stderr
         assert words not in plain.stderr
+
+
+def test_a_narrow_profile_cuts_no_number(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    result = invoke("generate", PROMPT, "--max-tokens", "6", "--profile", *PLAIN)
+    assert "…" not in result.stderr
+    assert max(map(len, result.stderr.splitlines()[1:])) <= 70
 
 
 def test_generate_several_texts():

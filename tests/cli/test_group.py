@@ -166,6 +166,7 @@ def test_exit_codes(error, code):
         (("generate", "4096", "--raw-ids"), 2, "token id 4096"),
         (("generate", "x", "--model", GOLDEN / "llama-dense"), 3, "--raw-ids"),
         (("inspect", DATA / "make_golden.py"), 3, "other formats are not read"),
+        (("convert", DATA / "adapters/alone/adapter", "none", "--to", "hf-bf16"), 3, "alone with --adapter none"),
     ],
 )
 def test_errors_are_one_message(args, code, words):

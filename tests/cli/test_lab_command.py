@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from cli_runs import invoke, invoke_json
@@ -81,6 +82,12 @@ def test_lab_writes_one_edition(tmp_path):
     assert result.exit_code == 2
     assert "--teacher and --nbgrader are two editions: choose one" in " ".join(result.stderr.split())
     assert not (tmp_path / "both").exists()
+
+
+def test_lab_says_where_the_assignments_are(tmp_path):
+    copied = invoke("lab", "--nbgrader", "--dir", tmp_path / "course").stdout.splitlines()
+    assert copied
+    assert all(Path(line.removeprefix("copied ")).is_file() for line in copied)
 
 
 def test_lab_into_a_file(tmp_path):

@@ -298,6 +298,15 @@ def test_how_a_worker_opens_the_model(monkeypatch, tmp_path):
     assert dict(generation_options.model_opener({"model": "x", "threads": 3}, 9)[1])["threads"] == 3
 
 
+@pytest.mark.parametrize("options", [{"model": "adapter"}, {"model": "base", "adapter": "adapter"}])
+def test_a_worker_opens_a_model_with_an_adapter(options, monkeypatch, tmp_path):
+    monkeypatch.chdir(DATA / "adapters" / "alone")
+    function, arguments = generation_options.model_opener({**options, "backend": "numpy", "threads": 1}, 1)
+    monkeypatch.chdir(tmp_path)
+    expected = load(DATA / "adapters" / "alone" / "adapter", backend="numpy").logits([1, 2, 3])
+    assert np.array_equal(function(arguments).logits([1, 2, 3]), expected)
+
+
 # -- generate ----------------------------------------------------------------------------------------------------------
 
 

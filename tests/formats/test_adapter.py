@@ -491,6 +491,19 @@ def test_calls_choose_an_adapter(backend_name, copy):
             assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
 
 
+def test_a_renewed_model_has_its_adapter_on(copy):
+    """As an engine makes one when its backend fails; from the files, though another adapter has the name by then."""
+    m = bitnet_ref.load(BESIDE, backend="numpy", adapter="none")
+    m.add_adapter("a", BESIDE)
+    with m.profile():
+        whole, tokens = m.with_adapter("a"), GOLDEN[BESIDE]["tokens"]
+    assert whole.watcher is None  # a profile is of the model that it was asked of
+    expected = whole.logits(tokens)
+    m.add_adapter("a", copy(lora_alpha=2))
+    assert np.array_equal(whole.renew().renew("numpy").logits(tokens), expected)
+    assert not np.array_equal(m.renew().logits(tokens), expected)
+
+
 def test_pages_belong_to_an_adapter(copy):
     """By its numbers: one of the same name and others has none of them, one of another name and the same all."""
     m = bitnet_ref.load(BESIDE, backend="cython", adapter="none")

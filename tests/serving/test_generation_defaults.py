@@ -216,6 +216,8 @@ def test_what_no_request_may_ask_for(tmp_path):
     fine = invoke("generate", PROMPT, "--max-tokens", 2, "--model", folder, "--generation-defaults", "plain", *FAST)
     assert fine.exit_code == 0
     assert "recommends what no request may ask for" in " ".join(invoke("inspect", folder).stdout.split())
+    (folder / "generation_config.json").write_text('{"temperature": 1e999}')
+    assert invoke_json("inspect", folder)["tokenizer"]["sampling"] == {"temperature": "inf"}
 
 
 @pytest.mark.sample(4)

@@ -838,6 +838,13 @@ def test_a_blank_key_is_refused(monkeypatch, arguments, variable):
     assert len(invoke("serve", *arguments).stderr.splitlines()) == 1
 
 
+def test_a_template_that_is_none_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "chat.jinja").write_text("a\n{% if %}")
+    result = invoke("serve", "--port", "0", "--chat-template", f"@{tmp_path / 'chat.jinja'}")
+    assert result.exit_code == 3
+    assert "chat.jinja, chat_template line 2: Expected an expression" in result.stderr
+
+
 def test_a_server_that_cannot_start_says_why(monkeypatch, running):
     message = invoke_json("serve", "--port", running.port, code=3)["error"]["message"]
     assert message.startswith("cannot listen on 127.0.0.1")

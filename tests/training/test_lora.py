@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,13 @@ def test_a_run_and_its_adapter(config, tmp_path):
     assert weight_hash(m.weights) == before
     settings = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (4, 6, ["q_proj", "v_proj"])
+
+
+def test_the_base_of_an_adapter_is_an_absolute_path(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(DATA)
+    for base in ("golden/bitnet-packed-offline", "gguf:tq2_0.gguf"):
+        trainer = TrainingRun(replace(read_run(config)[0], lora=base), tmp_path / "run").trainer
+        assert trainer.base == str(DATA / base.replace(":", "/"))
 
 
 def test_resuming_gives_the_same_bits(config, tmp_path):

@@ -18,6 +18,11 @@ def test_compressed_text_is_that_text(tmp_path, form):
     assert data.read_text(file) == TEXT
 
 
+def test_the_line_ends_of_windows_are_line_ends(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"One.\r\n\r\n\r\nTwo\rlines.\r\n")
+    assert data.read_text(tmp_path / "a.txt") == "One.\n\n\nTwo\rlines.\n"
+
+
 def test_several_streams_with_padding_are_one_text(tmp_path):
     file = tmp_path / "a.txt.xz"
     file.write_bytes(lzma.compress(b"one ") + b"\0" * 8 + lzma.compress(b"two ", preset=9) + lzma.compress(b""))

@@ -145,6 +145,24 @@ def test_a_run_without_an_end_ends_from_its_checkpoint(config, tmp_path):
     assert rates == pytest.approx([5e-3 * share for share in expected])
 
 
+def test_an_interrupt_before_the_last_model_is_written(config, tmp_path, monkeypatch):
+    start(config, tmp_path / "whole").run()
+    run = start(config, tmp_path / "broken")
+    save = run.trainer.save
+
+    def interrupted(folder):
+        if run.step == 12:
+            raise KeyboardInterrupt
+        save(folder)
+
+    monkeypatch.setattr(run.trainer, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    start(config, tmp_path / "broken", resume=True).run()
+    for name in ("checkpoint.safetensors", "model/model.safetensors"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def killed(config, folder, wait_s):
     """Train in a process of its own; kill it after so long.   -> whether it was killed in time"""
     command = [sys.executable, "-m", "bitnet_ref", "train", str(config), "--out", str(folder), "--threads", "1"]
@@ -400,6 +418,9 @@ def test_a_run_learns_from_a_teacher(config, tmp_path):
         ('train = "tokens.npy"', "train = 3", r"train: expected a list of paths, got 3"),
         ("context = 8", "context = 64", r"context: expected at most the model's context of 32"),
         ("[training]", "[trainning]", "expected the tables"),
+        ("[training]", "[[training]]", "expected the tables"),
+        ("[model]", "[[model]]", "expected the tables"),
+        ("[data]", "[[data]]", "expected the tables"),
         ("hidden_size = 16", "hidden_size = 15", "num_attention_heads|head_dim"),
     ],
 )
@@ -411,11 +432,14 @@ def test_wrong_settings(old, new, error, config, tmp_path):
 
 def test_paths_are_relative_to_the_file(tmp_path):
     settings = 'train = ["a.txt", "b.txt"]\nvalidation = "c.npy"\ntokenizer = "tok"\nteacher = "teacher"\n'
-    (tmp_path / "base").mkdir()
+    for name in ("first", "base", "teacher"):
+        (tmp_path / name).mkdir()
     for key, value, expected in (
         ("init", "first", tmp_path / "first"),
         ("lora", "base", tmp_path / "base"),
+        ("lora", "base:a.gguf", tmp_path / "base:a.gguf"),
         ("lora", "storyteller", "storyteller"),  # there is no such folder: a model's name
+        ("init", "storyteller", "storyteller"),
     ):
         (tmp_path / "run.toml").write_text(f'[data]\n{settings}{key} = "{value}"\n')
         read, _ = read_run(tmp_path / "run.toml")
@@ -425,6 +449,8 @@ def test_paths_are_relative_to_the_file(tmp_path):
         )
         assert (read.tokenizer, read.teacher) == (str(tmp_path / "tok"), str(tmp_path / "teacher"))
         assert getattr(read, key) == str(expected)
+    (tmp_path / "run.toml").write_text('[data]\ntrain = "a.txt"\nteacher = "storyteller"\n')
+    assert read_run(tmp_path / "run.toml")[0].teacher == "storyteller"
 
 
 def test_wrong_files(config, tmp_path):
@@ -650,6 +676,12 @@ def test_long_documents_are_encoded_in_blocks_of_paragraphs(tmp_path):
     assert list(encode_files([tmp_path / "a.txt"], tokenizer)) == [[first], [second], [third]]
 
 
+def test_a_tokenizer_is_trained_on_lines_of_any_length(tmp_path):
+    (tmp_path / "line.txt").write_text(STORY.replace("\n", " ") * 3)
+    assert train_sentencepiece([tmp_path / "line.txt"], tmp_path, 300) == 300
+    assert len(load_tokenizer(tmp_path).encode("hen")) == 2  # BOS, and a piece of its own
+
+
 @pytest.mark.thorough
 def test_encoded_texts_are_named_by_what_they_are_made_of(tmp_path):
     """Another text or tokenizer of the same size and time, or a damaged byte anywhere: they are encoded anew."""
@@ -707,6 +739,11 @@ def test_a_model_with_many_more_tokens_than_its_tokenizer_is_warned_of(tmp_path)
         start(path, tmp_path / "wide")
     path.write_text(MODEL.replace("vocab_size = 64", "vocab_size = 576") + data)
     start(path, tmp_path / "padded")  # pytest makes errors of warnings
+    path.write_text(path.read_text() + f'sample_prompt = "{"The fox " * 40}"\n')
+    start(path, tmp_path / "silent")
+    path.write_text(path.read_text() + "sample_every = 500\n")
+    with pytest.raises(ConfigError, match="sample_prompt: expected fewer tokens than the model's context of 32"):
+        start(path, tmp_path / "loud")
 
 
 def test_the_shell_trains_and_generates(tmp_path):

@@ -62,8 +62,9 @@ def as_table(rows: Iterator[TableRow]) -> Table:
     from rich.text import Text
 
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=None)
-    for index, column in enumerate(COLUMNS):
-        out.add_column(column, justify="right" if index else "left", no_wrap=True)
+    out.add_column(COLUMNS[0], overflow="fold")  # where there is little room, names are wrapped and no number is cut
+    for column in COLUMNS[1:]:
+        out.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         style = "bold" if row.level == 0 else "dim" if row.share < 0.01 else ""
         out.add_row(*(Text(cell) for cell in row.cells()), style=style)
