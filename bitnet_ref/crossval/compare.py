@@ -340,7 +340,11 @@ class Walk:
             excess = float(d.row_excess[~reached].max(initial=0.0))
         if not d.finite and status != DIFFERS and not np.isfinite(d.max_abs):
             status, why = DIFFERS, "not finite"
-        note = "; ".join(part for part in (note, why, "" if d.finite else "holds NaN or Inf") if part)
+        not_finite = ""
+        if not d.finite:
+            other_mask = by_head and (theirs[:] < np.inf).all()
+            not_finite = "not the same scores are masked" if other_mask else "holds NaN or Inf"
+        note = "; ".join(part for part in (note, why, not_finite) if part)
         return OpResult(*d.figures, name, kind, shape, status, token, excess, relative, reason, note)
 
     def _status(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..generation.sampling import log_probabilities
 from ..reference.layers import Array
 
-MASKED = -1e9  # a score at or below this is a mask, however an engine writes it
+MASKED = -9e3  # a score at or below this is a mask, however an engine writes it: -10,000, float16's -65504
 _BLOCK_VALUES = 1 << 20
 
 

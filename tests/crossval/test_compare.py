@@ -192,6 +192,21 @@ def test_other_layouts_of_the_same_numbers(story):
     assert all(op.equal for op in found.ops)
 
 
+@pytest.mark.parametrize("axes", [(), (1,), (1, 1)])
+def test_logits_of_the_last_token(story, axes):
+    m, tokens, seen = story
+    other = {"logits": seen[LOGITS][-1].reshape(*axes, -1)}
+    assert compare(seen, other, m.config, tokens).agrees
+    assert not judge_trace(m, other, tokens).ops
+
+
+def test_scores_before_the_mask(story):
+    m, tokens, seen = story
+    name = "blocks.0.attn.hook_attn_scores"
+    found = compare(seen, {name: np.maximum(seen[name], -1)}, m.config, tokens)
+    assert found.verdict.endswith("not the same scores are masked")
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

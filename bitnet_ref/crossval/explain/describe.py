@@ -23,6 +23,7 @@ from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ...system.lazy import lazy_property
 from ..compare import View, fits
+from ..metrics import MASKED
 from ..names import find_step, is_by_head, layer_of, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
 from . import delta_steps, expert_steps, roundings
@@ -129,7 +130,7 @@ class Target:
         with np.errstate(all="ignore"):
             if self.exact:
                 return np.asarray(mine == self.theirs)
-            both = np.isneginf(mine) & (self.theirs <= -1e9)
+            both = np.isneginf(mine) & (self.theirs <= MASKED)
             return np.asarray((np.abs(mine - self.theirs) <= self.allowed) | both)
 
     def distance(self, mine: Array) -> float:
@@ -286,7 +287,7 @@ class Evidence:
             names.append(f"blocks.{int(name.split('.')[1]) + 1}.hook_resid_pre")
         for theirs in (np.asarray(self.view[each]) for each in names if each in self.view):
             if fits(shape, theirs.shape) or theirs.size == step.result.size:
-                theirs = np.where(theirs <= -1e9, -np.inf, theirs) if name.endswith("scores") else theirs
+                theirs = np.where(theirs <= MASKED, -np.inf, theirs) if name.endswith("scores") else theirs
                 return theirs.reshape(shape)
             if name == "lm_head.hook_out" and theirs.size == shape[-1]:
                 return theirs.reshape(1, -1)
