@@ -308,7 +308,7 @@ class Walk:
         by_head = kind in ("attention scores", "attention pattern")
         whole, reached, first_row = mine, self.reached, 0
         shape, given = mine.shape, theirs.shape
-        if kind == "logits" and given in ((shape[1],), (1, shape[1])) and shape[0] > 1:
+        if kind == "logits" and is_last_token(shape, given):
             first_row, reached = shape[0] - 1, self.reached[-1:]
             mine, shape, note = whole[first_row:], (1, shape[1]), "of the last token only"
         if not fits(shape, given, name):
@@ -448,6 +448,11 @@ def fits(shape: tuple[int, ...], given: tuple[int, ...], name: str = "") -> bool
         return math.prod(given) == math.prod(shape)
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1
+
+
+def is_last_token(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
+    """Whether logits of shape `given` are the last token's of a run whose logits have this shape (N, V)."""
+    return shape[0] > 1 and given[-1:] == shape[1:] and math.prod(given) == shape[1]
 
 
 def count_tensors(names: Collection[str]) -> str:

@@ -183,6 +183,7 @@ def test_other_layouts_of_the_same_numbers(story):
         "blocks.0.attn.hook_z": seen["blocks.0.attn.hook_z"][None],
         "blocks.0.attn.hook_pattern": seen["blocks.0.attn.hook_pattern"][None],
         "blocks.0.attn.hook_attn_scores": np.maximum(seen["blocks.0.attn.hook_attn_scores"], np.float32(-3e38)),
+        "blocks.1.attn.hook_attn_scores": np.maximum(seen["blocks.1.attn.hook_attn_scores"], np.float32(-65504)),
         "blocks.0.attn.q_proj.hook_acc_int32": seen["blocks.0.attn.q_proj.hook_acc_int32"].astype(np.float32),
         "logits": seen[LOGITS][-1],
     }

@@ -115,6 +115,17 @@ def test_a_correct_engine_agrees_up_to_rounding(pair, more):
         assert flip.in_words in comparison.verdict
 
 
+@pytest.mark.parametrize("axes", [(), (1,), (1, 1)])
+def test_flips_in_the_last_token_s_logits(axes):
+    m = model("storyteller")
+    for tokens, right, seen in map(runs, prompts()):
+        shown = Trace({"lm_head.hook_out": seen["lm_head.hook_out"][-1].reshape(*axes, -1)})
+        before = compare(right, shown, m.config, tokens)
+        if not before.agrees and follow_flips(m, tokens, shown, before).agrees:
+            return
+    raise AssertionError("no prompt's logits agree up to rounding")
+
+
 def test_the_prompts_have_flips():
     """Without the search most of these correct traces differ, so that the test above can fail."""
     assert sum(map(differs, prompts())) >= 3, "give more SENTENCES: with these weights too few have a flip"

@@ -211,7 +211,7 @@ class _FlipSearch:
                 if theirs.size == mine.size:
                     cut[name] = first_rows(name, theirs.reshape(mine.shape), count)
                 elif count == len(self.setting.tokens):  # of the last token only
-                    cut[name] = theirs
+                    cut[name] = theirs.reshape(1, -1)
         view = View(cut)
         view.own_engine = getattr(self.candidate, "own_engine", True)
         return view

@@ -24,7 +24,7 @@ from ...errors import NumericsError
 from ...families.lora import AdaptedLinear
 from ...reference.layers import Array
 from .. import names
-from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, same_tokens
+from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, is_last_token, same_tokens
 from ..flips import judge_flips
 from ..metrics import tensor_of
 from ..tolerances import TABLE
@@ -76,7 +76,7 @@ class _Replay:
             shape, given = names.op_shape(name, self.cfg, len(ids)), tensor_of(self.trace, name).shape
             if fits(shape, given, name):
                 self.recorded.add(name)
-            elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
+            elif not (name == names.LOGITS and is_last_token(shape, given)):
                 note = f"shape {list(given)} instead of {list(shape)}"
                 self.results[name] = self.walk.refuse(name, shape, note)
         self.right_scale = np.ones((len(ids), 1), dtype=np.float32)  # of the activation that is quantised
