@@ -22,7 +22,7 @@ from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from .calls import Calls, placed_by_calls
 from .flips import Flip, implied_int8, judge_flips
-from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
+from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, recorded_dtype, tensor_of
 from .names import (
     INT8,
     LOGITS,
@@ -36,7 +36,7 @@ from .names import (
     op_order,
 )
 from .token_ids import token_parity
-from .tolerances import FLIP_CEILING, NARROW_FLOATS, angle_drift, tolerance_of
+from .tolerances import FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, angle_drift, tolerance_of
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
@@ -290,7 +290,8 @@ class Walk:
         if name.endswith(INT8) and self._is_ternary(linear := name.rpartition(".")[0]):
             source = linear_input(linear, self.config)
             tokens = self.comparison.tokens
-            if source in self.candidate and tensor_of(self.candidate, source).shape[:1] == (tokens,):
+            theirs = tensor_of(self.candidate, source) if source in self.candidate else np.empty(0, dtype=np.float32)
+            if theirs.shape[:1] == (tokens,) and recorded_dtype(theirs) not in RECORDED_ROUNDING:
                 x = np.asarray(self.candidate[source], dtype=np.float32).reshape(tokens, -1)
                 result = self.judge(name, mine, implied_int8(x), depth, f"not recorded, rounded from {source}")
                 if result.status == FLIP:  # it is not the candidate's own tensor: only the flips it shows matter
@@ -322,6 +323,7 @@ class Walk:
                 source = tolerance_of(op_kind(each, self._is_ternary, self.config), self.own_engine)
                 relative = max(relative, source.relative(depth))
         allowed = np.full(len(self.reached), relative)
+        allowed += RECORDED_ROUNDING.get(recorded_dtype(theirs), 0.0)
         if not self.own_engine:
             allowed += angle_drift(kind, depth, len(allowed))
         d = measure(mine, theirs, allowed[first_row:], by_head, floor=float(by_head))

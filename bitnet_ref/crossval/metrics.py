@@ -63,6 +63,11 @@ def tensor_of(run: Mapping[str, Array], name: str) -> Rows:
     return tensor(name) if tensor is not None else np.asarray(run[name])
 
 
+def recorded_dtype(tensor: Rows) -> str:
+    """The name of a tensor's dtype; "" of a single number's."""
+    return tensor[:0].dtype.name if tensor.shape else ""
+
+
 def blocks_of(shape: tuple[int, ...]) -> Iterator[slice]:
     """Slices of the first axis, of about a million values each."""
     rows = max(1, _BLOCK_VALUES // max(1, math.prod(shape[1:])))

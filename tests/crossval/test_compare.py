@@ -12,7 +12,10 @@ from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random, rec
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import FLIP, OK, compare
+from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
 from bitnet_ref.crossval.explain.replay import judge_trace
+from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.names import LOGITS, layer_of, linear_input, op_inputs, op_kind, op_order, op_shape
 from bitnet_ref.crossval.token_ids import token_parity
 from bitnet_ref.crossval.tolerances import FLIP_CEILING, NARROW_FLOATS, TABLE
@@ -461,6 +464,27 @@ def test_narrow_engines_are_held_to_their_own_tolerance(story, narrow):
     bad = record(NarrowBackend(narrow), m.weights, wrong, tokens)[1]
     found = compare(seen, bad, m.config, tokens, own_engine=False, engine_dtype=dtype)
     assert found.first_divergence.name == "blocks.0.mlp.hook_post"
+
+
+@pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
+def test_a_float32_engine_recorded_in_a_narrow_float(story, narrow):
+    m, tokens, seen = story
+    silu = next(h for h in HYPOTHESES if h.name == "silu_for_relu2").change(Setting.of(m, tokens)).run()
+    right, wrong = (
+        {name: x.astype(narrow) if x.dtype == np.float32 else x for name, x in each.items()} for each in (seen, silu)
+    )
+    found = compare(seen, right, m.config, tokens, own_engine=False)
+    assert found.agrees, found.verdict
+    assert found.n_flips == 0
+    assert judge_trace(m, right, tokens).agrees
+    for name in ("blocks.0.ln1.hook_normalized", LOGITS):  # twice the step is too much
+        off = right | {name: (seen[name] * (1 + 2 * float(ml_dtypes.finfo(narrow).eps))).astype(narrow)}
+        assert compare(seen, off, m.config, tokens, own_engine=False).first_divergence.name == name
+    found = compare(seen, wrong, m.config, tokens, own_engine=False)
+    assert found.first_divergence.name == "blocks.0.mlp.hook_post"
+    thin = {name: x for name, x in wrong.items() if name.endswith(("hook_post", LOGITS))}
+    (cause,) = [d for d in diagnose(m, tokens, thin, compare(seen, thin, m.config, tokens)) if d.confirmed]
+    assert cause.name == "silu_for_relu2"
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

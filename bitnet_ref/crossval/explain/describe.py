@@ -23,9 +23,9 @@ from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ...system.lazy import lazy_property
 from ..compare import View, fits
-from ..metrics import MASKED
+from ..metrics import MASKED, recorded_dtype, tensor_of
 from ..names import find_step, is_by_head, layer_of, op_inputs, op_kind
-from ..tolerances import EPSILON, tolerance_of
+from ..tolerances import EPSILON, RECORDED_ROUNDING, tolerance_of
 from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
@@ -223,6 +223,9 @@ class Evidence:
     def __init__(self, setting: Setting, view: View, without: Evidence | None = None) -> None:
         self.setting, self.view = setting, view
         self.dtype = str(getattr(view, "engine_dtype", None) or "float32")
+        if self.dtype == "float32":  # where a tensor was recorded in a narrower float, so were most
+            recorded = {recorded_dtype(tensor_of(view, name)) for name in view}
+            self.dtype = max(recorded, key=lambda dtype: RECORDED_ROUNDING.get(dtype, 0.0), default="")
         self.steps: dict[str, Step] = {}
         self.targets: dict[str, Target] = {}
         self.sources: dict[str, list[str]] = {}  # of each step: those that computed its inputs and were not recorded
