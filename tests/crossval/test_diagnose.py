@@ -128,9 +128,10 @@ def test_what_logits_cannot_tell_apart_is_listed_together(load):
     assert confirmed(diagnosed(load(), candidate)) == {"rope_interleaved"}
 
 
-def test_a_harmless_order_of_q_and_k_is_named_as_such(load):
-    found = diagnosed(load(), made_by(load(), "qk_permuted_with_interleaved_rope"))
-    assert confirmed(found) == {"qk_permuted_with_interleaved_rope"}
+@pytest.mark.parametrize("name", ["qk_permuted_with_interleaved_rope", "rotated_pairs_adjacent"])
+def test_a_harmless_order_of_q_and_k_is_named_as_such(load, name):
+    found = diagnosed(load(), made_by(load(), name))
+    assert confirmed(found) == {name}
     assert "Nothing is wrong" in str(found[0])
 
 
