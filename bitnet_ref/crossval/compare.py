@@ -36,7 +36,15 @@ from .names import (
     op_order,
 )
 from .token_ids import token_parity
-from .tolerances import FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, angle_drift, tolerance_of
+from .tolerances import (
+    FLIP_CEILING,
+    LOGITS_ROUNDING,
+    NARROW_FLOATS,
+    NARROW_TIE,
+    RECORDED_ROUNDING,
+    angle_drift,
+    tolerance_of,
+)
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
@@ -268,6 +276,7 @@ class Walk:
         self._is_ternary = self.is_ternary or self._recorded_as_ternary
         self._any_int8 = any(name.endswith(INT8) for name in self.reference)
         self.reached = np.zeros(self.comparison.tokens, dtype=bool)
+        self.rerouted = np.zeros(self.comparison.tokens, dtype=bool)  # tokens that rounding gave to other experts
         self._unseen: list[str] = []  # since the last tensor that agrees
 
     def step(self, name: str) -> None:
@@ -278,6 +287,8 @@ class Walk:
         mine, depth = tensor_of(self.reference, name), self._depth(name)
         if _is_head_norm(name) and mine.shape[0] != self.comparison.tokens:  # a recorded reference
             mine = mine[:].reshape(self.comparison.tokens, -1)
+        if self.engine_dtype in LOGITS_ROUNDING and op_kind(name, config=self.config) == "routing":
+            self._note_rerouted(name, np.asarray(mine[:]))
         if name in self.candidate:
             result = self.judge(name, mine, tensor_of(self.candidate, name), depth)
             if result.status == DIFFERS and self.comparison.first_divergence is None:
@@ -334,9 +345,15 @@ class Walk:
         if self.engine_dtype in NARROW_FLOATS:
             engine = NARROW_FLOATS[self.engine_dtype]
             relative, reason = engine.relative_l2, f"an engine in {self.engine_dtype}, relative L2: {engine.reason}"
-            if not d.relative_l2 <= engine.relative_l2:
-                status, token = DIFFERS, _first(d.row_l2 > engine.relative_l2)
-            excess = d.relative_l2 / engine.relative_l2
+            relative_l2, kept = d.relative_l2, ~self.rerouted[first_row:]
+            if not relative_l2 <= engine.relative_l2 and d.finite and kept.any() and not kept.all():
+                r, c = (x[:][:, kept][:, :, kept] if by_head else x[:][kept] for x in (mine, theirs))
+                relative_l2 = measure(r, c, allowed[first_row:][kept], by_head, floor=float(by_head)).relative_l2
+                why = f"{relative_l2:.2g} without tokens {listed(list(map(str, np.flatnonzero(self.rerouted))))}"
+                why += f", which rounding to {self.engine_dtype} may give to other experts"
+            if not relative_l2 <= engine.relative_l2:
+                status, token = DIFFERS, _first((d.row_l2 > engine.relative_l2) & kept)
+            excess = relative_l2 / engine.relative_l2
         else:
             status, token, why = self._status(name, kind, d, reached, mine, theirs, depth)
             excess = float(d.row_excess[~reached].max(initial=0.0))
@@ -378,6 +395,22 @@ class Walk:
             since = f", since {first.name}[{first.token}, {first.element}]" if first else ""
             return FLIP, _first(beyond), f"expected, after a rounding flip{since}"
         return OK, None, ""
+
+    def _note_rerouted(self, name: str, shares: Array) -> None:
+        """Note the tokens that an engine in a narrow float may give to other experts, or has, where it shows them.
+
+        shares: the reference's, (N, E), 0 of experts that are not chosen.
+        """
+        (source,) = op_inputs(name, self.config)
+        if self.comparison.mode != "free-running" or source not in self.reference:
+            return
+        scores, chosen = np.asarray(self.reference[source], dtype=np.float64), shares != 0
+        least = np.where(chosen, scores, np.inf).min(axis=1)
+        gap = least - np.where(chosen, -np.inf, scores).max(axis=1)
+        near = gap <= NARROW_TIE * LOGITS_ROUNDING[self.engine_dtype] * np.sqrt(np.square(scores).mean(axis=1))
+        if name in self.candidate and (theirs := np.asarray(self.candidate[name])).size == shares.size:
+            near &= ((theirs.reshape(shares.shape) != 0) != chosen).any(axis=1)
+        self.rerouted |= near
 
     def _spread(self) -> None:
         """Mark every token that sees a marked one in attention."""

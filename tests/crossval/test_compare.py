@@ -466,6 +466,35 @@ def test_narrow_engines_are_held_to_their_own_tolerance(story, narrow):
     assert found.first_divergence.name == "blocks.0.mlp.hook_post"
 
 
+class NarrowFloats(NarrowBackend):
+    """Rounds the results of floats' products and sums too."""
+
+    def dense_matmul(self, x, w):
+        return self._narrow(super().dense_matmul(x, w))
+
+    def add(self, x, y):
+        return self._narrow(super().add(x, y))
+
+    def compute(self, name, function, *args):
+        return self._narrow(super().compute(name, function, *args))
+
+
+def test_a_narrow_engine_that_gives_a_token_to_another_expert():
+    m, rng = case_of("families/mixtral-groups128"), np.random.default_rng(7)
+    notes = []
+    for _ in range(12):
+        tokens = rng.integers(0, m.config.vocab_size, 24).tolist()
+        right, seen = m.run_with_cache(tokens)[1], run(NarrowFloats(ml_dtypes.bfloat16), m, tokens)
+        for shown in (seen, {name: x for name, x in seen.items() if name.endswith(("resid_post", LOGITS))}):
+            found = compare(right, shown, m.config, tokens, own_engine=False, engine_dtype="bfloat16")
+            assert found.agrees, found.verdict
+            notes += [op.note for op in found.ops if "may give to other experts" in op.note]
+        wrong = {**seen, "blocks.0.mlp.hook_mixed": seen["blocks.0.mlp.hook_mixed"] * np.float32(1.3)}
+        found = compare(right, wrong, m.config, tokens, own_engine=False, engine_dtype="bfloat16")
+        assert found.first_divergence.name == "blocks.0.mlp.hook_mixed"
+    assert notes, "give more texts: no token went to another expert"
+
+
 @pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
 def test_a_float32_engine_recorded_in_a_narrow_float(story, narrow):
     m, tokens, seen = story
