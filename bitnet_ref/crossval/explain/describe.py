@@ -344,7 +344,9 @@ class Evidence:
         """`compute` of several edits, in as few runs as possible."""
         if self.copies == 1 or len(trials) == 1 or all(list(edits) == [target] for edits in trials):
             return [self.compute(target, edits) for edits in trials]
-        trials, failed = list(trials)[: self.copies], set[int]()
+        if len(trials) > self.copies:
+            return self.compute_all(target, trials[: self.copies]) + self.compute_all(target, trials[self.copies :])
+        failed = set[int]()
         changed = self._of_copies([*trials, *[{}] * (self.copies - len(trials))], failed)
         try:
             whole = changed.run(target.__eq__, target, self.tape, copies=self.copies)[target]
