@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -124,6 +125,19 @@ def test_flips_in_the_last_token_s_logits(axes):
         if not before.agrees and follow_flips(m, tokens, shown, before).agrees:
             return
     raise AssertionError("no prompt's logits agree up to rounding")
+
+
+@pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
+def test_flips_in_a_trace_that_was_recorded_in_a_narrow_float(narrow):
+    m, implied = model("storyteller"), 0
+    for tokens, right, seen in map(runs, prompts()[:3]):
+        floats = {name: x for name, x in seen.items() if x.dtype == F32 and not name.endswith("hook_x_scale")}
+        for shown in (thin(seen), floats):
+            shown = Trace({name: x.astype(narrow) for name, x in shown.items()})
+            found = follow_flips(m, tokens, shown, compare(right, shown, m.config, tokens))
+            assert found.agrees, found.verdict
+            implied += found.implied_flips
+    assert implied
 
 
 def test_the_prompts_have_flips():
