@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.layers import Array
-from .metrics import tensor_of
 from .names import LOGITS, SYNONYMS, is_by_head
 
 Calls = tuple[int, ...]  # how many tokens of one sequence each call computed; () where it is not known
@@ -88,13 +87,21 @@ class SequenceRun(Mapping[str, Array]):
         self.prompt = None  # The trace's prompt is one text for all sequences.
 
     def __getitem__(self, name: str) -> Array:
-        shape = tensor_of(self.trace, name).shape
+        array, n, count = np.asarray(self.trace[name]), len(self.trace.token_ids), len(self.trace.sequences)
+        if not array.ndim:
+            return array
+        if count < n == count * len(self.token_ids):  # (B, T, ...), (B, H, T, T)
+            place = -1 if is_by_head(name) else 1
+            if array.ndim > 1 and array.shape[0] == count and array.shape[place] == len(self.token_ids):
+                return array[self.index]
         if is_by_head(name):
-            return np.asarray(self.trace[name])[..., self.rows, self.rows]
-        if SYNONYMS.get(name, name) == LOGITS and shape[0] == len(self.trace.sequences) != len(self.trace.token_ids):
-            return np.asarray(self.trace[name])[self.index : self.index + 1]  # of the last tokens only
-        axis = next((i for i, size in enumerate(shape[:2]) if size == len(self.trace.token_ids)), 0)
-        return np.asarray(self.trace[name])[(slice(None),) * axis + (self.rows,)]
+            return array[..., self.rows, self.rows] if array.ndim > 1 else array
+        if SYNONYMS.get(name, name) == LOGITS and array.size == count * array.shape[-1] and count != n:
+            return array.reshape(count, -1)[self.index : self.index + 1]  # of the last tokens only
+        axis = next((i for i, size in enumerate(array.shape[:2]) if size == n), 0)
+        of_token = max(1, array.shape[axis] // n)  # rows: a norm over heads may have one for each
+        rows = slice(self.rows.start * of_token, self.rows.stop * of_token)
+        return array[(slice(None),) * axis + (rows,)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.trace)

@@ -22,7 +22,7 @@ from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from .calls import Calls, placed_by_calls
 from .flips import Flip, implied_int8, judge_flips
-from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
+from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, recorded_dtype, tensor_of
 from .names import (
     INT8,
     LOGITS,
@@ -36,7 +36,15 @@ from .names import (
     op_order,
 )
 from .token_ids import token_parity
-from .tolerances import FLIP_CEILING, NARROW_FLOATS, angle_drift, tolerance_of
+from .tolerances import (
+    FLIP_CEILING,
+    LOGITS_ROUNDING,
+    NARROW_FLOATS,
+    NARROW_TIE,
+    RECORDED_ROUNDING,
+    angle_drift,
+    tolerance_of,
+)
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
@@ -268,6 +276,7 @@ class Walk:
         self._is_ternary = self.is_ternary or self._recorded_as_ternary
         self._any_int8 = any(name.endswith(INT8) for name in self.reference)
         self.reached = np.zeros(self.comparison.tokens, dtype=bool)
+        self.rerouted = np.zeros(self.comparison.tokens, dtype=bool)  # tokens that rounding gave to other experts
         self._unseen: list[str] = []  # since the last tensor that agrees
 
     def step(self, name: str) -> None:
@@ -278,6 +287,8 @@ class Walk:
         mine, depth = tensor_of(self.reference, name), self._depth(name)
         if _is_head_norm(name) and mine.shape[0] != self.comparison.tokens:  # a recorded reference
             mine = mine[:].reshape(self.comparison.tokens, -1)
+        if self.engine_dtype in LOGITS_ROUNDING and op_kind(name, config=self.config) == "routing":
+            self._note_rerouted(name, np.asarray(mine[:]))
         if name in self.candidate:
             result = self.judge(name, mine, tensor_of(self.candidate, name), depth)
             if result.status == DIFFERS and self.comparison.first_divergence is None:
@@ -290,7 +301,8 @@ class Walk:
         if name.endswith(INT8) and self._is_ternary(linear := name.rpartition(".")[0]):
             source = linear_input(linear, self.config)
             tokens = self.comparison.tokens
-            if source in self.candidate and tensor_of(self.candidate, source).shape[:1] == (tokens,):
+            theirs = tensor_of(self.candidate, source) if source in self.candidate else np.empty(0, dtype=np.float32)
+            if theirs.shape[:1] == (tokens,) and recorded_dtype(theirs) not in RECORDED_ROUNDING:
                 x = np.asarray(self.candidate[source], dtype=np.float32).reshape(tokens, -1)
                 result = self.judge(name, mine, implied_int8(x), depth, f"not recorded, rounded from {source}")
                 if result.status == FLIP:  # it is not the candidate's own tensor: only the flips it shows matter
@@ -308,7 +320,7 @@ class Walk:
         by_head = kind in ("attention scores", "attention pattern")
         whole, reached, first_row = mine, self.reached, 0
         shape, given = mine.shape, theirs.shape
-        if kind == "logits" and given in ((shape[1],), (1, shape[1])) and shape[0] > 1:
+        if kind == "logits" and is_last_token(shape, given):
             first_row, reached = shape[0] - 1, self.reached[-1:]
             mine, shape, note = whole[first_row:], (1, shape[1]), "of the last token only"
         if not fits(shape, given, name):
@@ -322,6 +334,7 @@ class Walk:
                 source = tolerance_of(op_kind(each, self._is_ternary, self.config), self.own_engine)
                 relative = max(relative, source.relative(depth))
         allowed = np.full(len(self.reached), relative)
+        allowed += RECORDED_ROUNDING.get(recorded_dtype(theirs), 0.0)
         if not self.own_engine:
             allowed += angle_drift(kind, depth, len(allowed))
         d = measure(mine, theirs, allowed[first_row:], by_head, floor=float(by_head))
@@ -332,15 +345,25 @@ class Walk:
         if self.engine_dtype in NARROW_FLOATS:
             engine = NARROW_FLOATS[self.engine_dtype]
             relative, reason = engine.relative_l2, f"an engine in {self.engine_dtype}, relative L2: {engine.reason}"
-            if not d.relative_l2 <= engine.relative_l2:
-                status, token = DIFFERS, _first(d.row_l2 > engine.relative_l2)
-            excess = d.relative_l2 / engine.relative_l2
+            relative_l2, kept = d.relative_l2, ~self.rerouted[first_row:]
+            if not relative_l2 <= engine.relative_l2 and d.finite and kept.any() and not kept.all():
+                r, c = (x[:][:, kept][:, :, kept] if by_head else x[:][kept] for x in (mine, theirs))
+                relative_l2 = measure(r, c, allowed[first_row:][kept], by_head, floor=float(by_head)).relative_l2
+                why = f"{relative_l2:.2g} without tokens {listed(list(map(str, np.flatnonzero(self.rerouted))))}"
+                why += f", which rounding to {self.engine_dtype} may give to other experts"
+            if not relative_l2 <= engine.relative_l2:
+                status, token = DIFFERS, _first((d.row_l2 > engine.relative_l2) & kept)
+            excess = relative_l2 / engine.relative_l2
         else:
             status, token, why = self._status(name, kind, d, reached, mine, theirs, depth)
             excess = float(d.row_excess[~reached].max(initial=0.0))
         if not d.finite and status != DIFFERS and not np.isfinite(d.max_abs):
             status, why = DIFFERS, "not finite"
-        note = "; ".join(part for part in (note, why, "" if d.finite else "holds NaN or Inf") if part)
+        not_finite = ""
+        if not d.finite:
+            other_mask = by_head and (theirs[:] < np.inf).all()
+            not_finite = "not the same scores are masked" if other_mask else "holds NaN or Inf"
+        note = "; ".join(part for part in (note, why, not_finite) if part)
         return OpResult(*d.figures, name, kind, shape, status, token, excess, relative, reason, note)
 
     def _status(
@@ -372,6 +395,22 @@ class Walk:
             since = f", since {first.name}[{first.token}, {first.element}]" if first else ""
             return FLIP, _first(beyond), f"expected, after a rounding flip{since}"
         return OK, None, ""
+
+    def _note_rerouted(self, name: str, shares: Array) -> None:
+        """Note the tokens that an engine in a narrow float may give to other experts, or has, where it shows them.
+
+        shares: the reference's, (N, E), 0 of experts that are not chosen.
+        """
+        (source,) = op_inputs(name, self.config)
+        if self.comparison.mode != "free-running" or source not in self.reference:
+            return
+        scores, chosen = np.asarray(self.reference[source], dtype=np.float64), shares != 0
+        least = np.where(chosen, scores, np.inf).min(axis=1)
+        gap = least - np.where(chosen, -np.inf, scores).max(axis=1)
+        near = gap <= NARROW_TIE * LOGITS_ROUNDING[self.engine_dtype] * np.sqrt(np.square(scores).mean(axis=1))
+        if name in self.candidate and (theirs := np.asarray(self.candidate[name])).size == shares.size:
+            near &= ((theirs.reshape(shares.shape) != 0) != chosen).any(axis=1)
+        self.rerouted |= near
 
     def _spread(self) -> None:
         """Mark every token that sees a marked one in attention."""
@@ -444,6 +483,11 @@ def fits(shape: tuple[int, ...], given: tuple[int, ...], name: str = "") -> bool
         return math.prod(given) == math.prod(shape)
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1
+
+
+def is_last_token(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
+    """Whether logits of shape `given` are the last token's of a run whose logits have this shape (N, V)."""
+    return shape[0] > 1 and given[-1:] == shape[1:] and math.prod(given) == shape[1]
 
 
 def count_tensors(names: Collection[str]) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..generation.sampling import log_probabilities
 from ..reference.layers import Array
 
-MASKED = -1e9  # a score at or below this is a mask, however an engine writes it
+MASKED = -9e3  # a score at or below this is a mask, however an engine writes it: -10,000, float16's -65504
 _BLOCK_VALUES = 1 << 20
 
 
@@ -61,6 +61,11 @@ def tensor_of(run: Mapping[str, Array], name: str) -> Rows:
     """A tensor of a run. One of a trace is not read yet."""
     tensor = getattr(run, "tensor", None)
     return tensor(name) if tensor is not None else np.asarray(run[name])
+
+
+def recorded_dtype(tensor: Rows) -> str:
+    """The name of a tensor's dtype; "" of a single number's."""
+    return tensor[:0].dtype.name if tensor.shape else ""
 
 
 def blocks_of(shape: tuple[int, ...]) -> Iterator[slice]:

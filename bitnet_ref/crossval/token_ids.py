@@ -85,10 +85,11 @@ def used_ids(model: LoadedModel, rows: Array, ids: Sequence[int]) -> list[int | 
     None for a row that the table does not have, and for all if the rows are those of `ids`. A row may be rounded.
     """
     be, w = Backend("float32", model.backend.threads), plain_weights(model.weights).embedding
-    rows = np.asarray(rows, dtype=np.float32)
+    if not (rows := np.asarray(rows, dtype=np.float32)).size:
+        return None
     rows = rows.reshape(-1, rows.shape[-1]) if rows.ndim else rows.reshape(1, 1)
     right = be.embed(w, np.asarray(ids, dtype=np.int64))
-    if not rows.size or rows.shape[1] != right.shape[1] or not np.isfinite(rows).all():
+    if rows.shape[1] != right.shape[1] or not np.isfinite(rows).all():
         return None
     best = np.zeros(len(rows), dtype=np.int64)
     best[: len(ids)] = ids[: len(rows)]  # of equal rows of the table the expected one is meant

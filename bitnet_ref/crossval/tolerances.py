@@ -130,6 +130,9 @@ NARROW_FLOATS: dict[str, EngineTolerance] = {
     ),
 }
 
+# A tensor that is recorded in a narrower float than the engine computes in: half a step of that float, relative.
+RECORDED_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
 # -- causes of a difference --------------------------------------------------------------------------------------------
 
 # A cause explains the logits if their relative L2 error with it is at most this share of the error without it. A change

@@ -15,6 +15,7 @@ import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_trace
 from bitnet_ref.crossval.engines.outside import _are_the_same
+from bitnet_ref.crossval.names import is_by_head
 from bitnet_ref.crossval.opponents import cross_traces, default_tokens
 from bitnet_ref.crossval.runs import RUNS, pieces_of, plan, record_run, run_batch, run_in_calls
 from bitnet_ref.crossval.trace import Trace, write_trace
@@ -130,6 +131,34 @@ def test_a_batch_is_its_sequences(tmp_path):
             right = m.run_with_cache(run.token_ids)[1]
             for name in right:
                 np.testing.assert_array_equal(run[name], right[name], err_msg=name)
+
+
+def test_other_layouts_of_several_sequences(tmp_path):
+    m = model(GOLDEN.parent / "families/qwen3-groups128")
+    parts = [TOKENS, TOKENS[::-1]]
+    seen, n = run_batch(m, parts), 2 * len(TOKENS)
+    apart = {
+        name: np.stack([x[:, :12, :12], x[:, 12:, 12:]]) if is_by_head(name) else x.reshape(2, 12, *x.shape[1:])
+        for name, x in seen.items()
+    }
+    by_head = {
+        name: x.reshape(-1, x.size // n // of) for name, x in seen.items()
+        for norm, of in ((".q_norm.", m.config.num_attention_heads), (".k_norm.", m.config.num_key_value_heads))
+        if norm in name
+    }  # fmt: skip
+    last = seen["lm_head.hook_out"][[11, 23]]
+    for tensors in (apart, by_head, {"logits": last[None]}, {"logits": last[:, None]}):
+        write_trace(tmp_path / "t", tensors, [*parts[0], *parts[1]], engine="theirs", sequences=[12, 12])
+        crossing = cross_trace(m, tmp_path / "t", causes=False)
+        assert crossing.agrees, crossing.verdict
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 0), (7,)])
+def test_shapes_of_no_run(tmp_path, shape):
+    seen = dict.fromkeys(("hook_embed", "blocks.0.attn.hook_pattern", "lm_head.hook_out"), np.zeros(shape, np.float32))
+    for sequences in (None, [4, 8]):
+        write_trace(tmp_path / "t", seen, TOKENS, engine="theirs", sequences=sequences)
+        assert "shape" in cross_trace(model(CASE), tmp_path / "t", causes=False).verdict
 
 
 # -- wrong ones --------------------------------------------------------------------------------------------------------

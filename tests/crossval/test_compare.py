@@ -12,7 +12,10 @@ from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random, rec
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import FLIP, OK, compare
+from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
 from bitnet_ref.crossval.explain.replay import judge_trace
+from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.names import LOGITS, layer_of, linear_input, op_inputs, op_kind, op_order, op_shape
 from bitnet_ref.crossval.token_ids import token_parity
 from bitnet_ref.crossval.tolerances import FLIP_CEILING, NARROW_FLOATS, TABLE
@@ -183,6 +186,7 @@ def test_other_layouts_of_the_same_numbers(story):
         "blocks.0.attn.hook_z": seen["blocks.0.attn.hook_z"][None],
         "blocks.0.attn.hook_pattern": seen["blocks.0.attn.hook_pattern"][None],
         "blocks.0.attn.hook_attn_scores": np.maximum(seen["blocks.0.attn.hook_attn_scores"], np.float32(-3e38)),
+        "blocks.1.attn.hook_attn_scores": np.maximum(seen["blocks.1.attn.hook_attn_scores"], np.float32(-65504)),
         "blocks.0.attn.q_proj.hook_acc_int32": seen["blocks.0.attn.q_proj.hook_acc_int32"].astype(np.float32),
         "logits": seen[LOGITS][-1],
     }
@@ -190,6 +194,21 @@ def test_other_layouts_of_the_same_numbers(story):
     assert found.agrees, found.verdict
     assert len(found.ops) == len(other)
     assert all(op.equal for op in found.ops)
+
+
+@pytest.mark.parametrize("axes", [(), (1,), (1, 1)])
+def test_logits_of_the_last_token(story, axes):
+    m, tokens, seen = story
+    other = {"logits": seen[LOGITS][-1].reshape(*axes, -1)}
+    assert compare(seen, other, m.config, tokens).agrees
+    assert not judge_trace(m, other, tokens).ops
+
+
+def test_scores_before_the_mask(story):
+    m, tokens, seen = story
+    name = "blocks.0.attn.hook_attn_scores"
+    found = compare(seen, {name: np.maximum(seen[name], -1)}, m.config, tokens)
+    assert found.verdict.endswith("not the same scores are masked")
 
 
 @pytest.mark.parametrize(
@@ -445,6 +464,56 @@ def test_narrow_engines_are_held_to_their_own_tolerance(story, narrow):
     bad = record(NarrowBackend(narrow), m.weights, wrong, tokens)[1]
     found = compare(seen, bad, m.config, tokens, own_engine=False, engine_dtype=dtype)
     assert found.first_divergence.name == "blocks.0.mlp.hook_post"
+
+
+class NarrowFloats(NarrowBackend):
+    """Rounds the results of floats' products and sums too."""
+
+    def dense_matmul(self, x, w):
+        return self._narrow(super().dense_matmul(x, w))
+
+    def add(self, x, y):
+        return self._narrow(super().add(x, y))
+
+    def compute(self, name, function, *args):
+        return self._narrow(super().compute(name, function, *args))
+
+
+def test_a_narrow_engine_that_gives_a_token_to_another_expert():
+    m, rng = case_of("families/mixtral-groups128"), np.random.default_rng(7)
+    notes = []
+    for _ in range(12):
+        tokens = rng.integers(0, m.config.vocab_size, 24).tolist()
+        right, seen = m.run_with_cache(tokens)[1], run(NarrowFloats(ml_dtypes.bfloat16), m, tokens)
+        for shown in (seen, {name: x for name, x in seen.items() if name.endswith(("resid_post", LOGITS))}):
+            found = compare(right, shown, m.config, tokens, own_engine=False, engine_dtype="bfloat16")
+            assert found.agrees, found.verdict
+            notes += [op.note for op in found.ops if "may give to other experts" in op.note]
+        wrong = {**seen, "blocks.0.mlp.hook_mixed": seen["blocks.0.mlp.hook_mixed"] * np.float32(1.3)}
+        found = compare(right, wrong, m.config, tokens, own_engine=False, engine_dtype="bfloat16")
+        assert found.first_divergence.name == "blocks.0.mlp.hook_mixed"
+    assert notes, "give more texts: no token went to another expert"
+
+
+@pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
+def test_a_float32_engine_recorded_in_a_narrow_float(story, narrow):
+    m, tokens, seen = story
+    silu = next(h for h in HYPOTHESES if h.name == "silu_for_relu2").change(Setting.of(m, tokens)).run()
+    right, wrong = (
+        {name: x.astype(narrow) if x.dtype == np.float32 else x for name, x in each.items()} for each in (seen, silu)
+    )
+    found = compare(seen, right, m.config, tokens, own_engine=False)
+    assert found.agrees, found.verdict
+    assert found.n_flips == 0
+    assert judge_trace(m, right, tokens).agrees
+    for name in ("blocks.0.ln1.hook_normalized", LOGITS):  # twice the step is too much
+        off = right | {name: (seen[name] * (1 + 2 * float(ml_dtypes.finfo(narrow).eps))).astype(narrow)}
+        assert compare(seen, off, m.config, tokens, own_engine=False).first_divergence.name == name
+    found = compare(seen, wrong, m.config, tokens, own_engine=False)
+    assert found.first_divergence.name == "blocks.0.mlp.hook_post"
+    thin = {name: x for name, x in wrong.items() if name.endswith(("hook_post", LOGITS))}
+    (cause,) = [d for d in diagnose(m, tokens, thin, compare(seen, thin, m.config, tokens)) if d.confirmed]
+    assert cause.name == "silu_for_relu2"
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from helpers import BITNET, GOLDEN, model, write_checkpoint
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain.describe import Evidence
 from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES, forward_hypotheses
 from bitnet_ref.crossval.explain.variants import IMPOSSIBLE, Setting
 from bitnet_ref.crossval.trace import Trace, write_trace
+from bitnet_ref.families.family import after
 
 TOKENS = [1, 17, 5, 23, 9, 32, 3, 3]
 SLOW_CASES = ("bitnet-packed-offline", "llama-packed-bitlinear", "mistral-window3", "rope-linear")
@@ -120,6 +122,18 @@ def test_logits_alone_are_enough(name, load):
         assert found[0].logit_error_before > 1e-3
 
 
+def test_a_constant_is_solved_for_in_a_run_too_long_for_several_copies(load, monkeypatch):
+    """More values of a constant are tried than edited runs are computed at once."""
+    monkeypatch.setattr(Evidence, "copies", 2)
+    m = load()
+    edit = {"blocks.0.attn.hook_attn_scores": after(lambda x: x * np.float32(1.25))}
+    wrong = Setting.of(m, TOKENS).with_edits(edit).run()
+    thin = {name: wrong[name] for name in ("blocks.0.attn.hook_rot_k", "blocks.0.hook_resid_mid", "lm_head.hook_out")}
+    found = diagnosed(m, thin)
+    assert not found.failed
+    assert any(d.confirmed and "scores are multiplied by 1.25" in d.cause for d in found)
+
+
 def test_what_logits_cannot_tell_apart_is_listed_together(load):
     """Interleaved RoPE equals half-split RoPE on rows un-permuted without need: scores are sums of the same terms."""
     candidate = made_by(load(), "rope_interleaved")
@@ -128,9 +142,10 @@ def test_what_logits_cannot_tell_apart_is_listed_together(load):
     assert confirmed(diagnosed(load(), candidate)) == {"rope_interleaved"}
 
 
-def test_a_harmless_order_of_q_and_k_is_named_as_such(load):
-    found = diagnosed(load(), made_by(load(), "qk_permuted_with_interleaved_rope"))
-    assert confirmed(found) == {"qk_permuted_with_interleaved_rope"}
+@pytest.mark.parametrize("name", ["qk_permuted_with_interleaved_rope", "rotated_pairs_adjacent"])
+def test_a_harmless_order_of_q_and_k_is_named_as_such(load, name):
+    found = diagnosed(load(), made_by(load(), name))
+    assert confirmed(found) == {name}
     assert "Nothing is wrong" in str(found[0])
 
 

@@ -149,6 +149,14 @@ def test_numbers_that_the_engine_did_not_use_are_no_mistake_of_it(name, tmp_path
     assert line in example
 
 
+def test_one_kind_of_tensor_that_is_recorded_wrongly_in_every_linear(tmp_path):
+    """The activations as unsigned bytes, whose zero is 128, as some instructions want them."""
+    m, right = recorded("storyteller")
+    wrong = {name: x.view(np.uint8) + np.uint8(128) if name.endswith("hook_x_int8") else x for name, x in right.items()}
+    (sentence,) = crossed(m, wrong, tmp_path / "t").diagnosis()
+    assert sentence.startswith("the logits and the other tensors are those of a right hook_x_int8, so the engine")
+
+
 def test_numbers_that_the_engine_may_have_used_are_looked_into(tmp_path):
     """Without the logits, and where what follows is wrong as well, the causes are those of a mistake."""
     m, right = recorded("storyteller")

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -113,6 +114,30 @@ def test_a_correct_engine_agrees_up_to_rounding(pair, more):
     for flip in comparison.flips:  # the engine's own integers, which it did not show, are these
         assert seen[flip.name][flip.token, flip.element] == flip.candidate
         assert flip.in_words in comparison.verdict
+
+
+@pytest.mark.parametrize("axes", [(), (1,), (1, 1)])
+def test_flips_in_the_last_token_s_logits(axes):
+    m = model("storyteller")
+    for tokens, right, seen in map(runs, prompts()):
+        shown = Trace({"lm_head.hook_out": seen["lm_head.hook_out"][-1].reshape(*axes, -1)})
+        before = compare(right, shown, m.config, tokens)
+        if not before.agrees and follow_flips(m, tokens, shown, before).agrees:
+            return
+    raise AssertionError("no prompt's logits agree up to rounding")
+
+
+@pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
+def test_flips_in_a_trace_that_was_recorded_in_a_narrow_float(narrow):
+    m, implied = model("storyteller"), 0
+    for tokens, right, seen in map(runs, prompts()[:3]):
+        floats = {name: x for name, x in seen.items() if x.dtype == F32 and not name.endswith("hook_x_scale")}
+        for shown in (thin(seen), floats):
+            shown = Trace({name: x.astype(narrow) for name, x in shown.items()})
+            found = follow_flips(m, tokens, shown, compare(right, shown, m.config, tokens))
+            assert found.agrees, found.verdict
+            implied += found.implied_flips
+    assert implied
 
 
 def test_the_prompts_have_flips():

@@ -23,8 +23,9 @@ from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ...system.lazy import lazy_property
 from ..compare import View, fits
+from ..metrics import MASKED, recorded_dtype, tensor_of
 from ..names import find_step, is_by_head, layer_of, op_inputs, op_kind
-from ..tolerances import EPSILON, tolerance_of
+from ..tolerances import EPSILON, RECORDED_ROUNDING, tolerance_of
 from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
@@ -129,7 +130,7 @@ class Target:
         with np.errstate(all="ignore"):
             if self.exact:
                 return np.asarray(mine == self.theirs)
-            both = np.isneginf(mine) & (self.theirs <= -1e9)
+            both = np.isneginf(mine) & (self.theirs <= MASKED)
             return np.asarray((np.abs(mine - self.theirs) <= self.allowed) | both)
 
     def distance(self, mine: Array) -> float:
@@ -222,6 +223,9 @@ class Evidence:
     def __init__(self, setting: Setting, view: View, without: Evidence | None = None) -> None:
         self.setting, self.view = setting, view
         self.dtype = str(getattr(view, "engine_dtype", None) or "float32")
+        if self.dtype == "float32":  # where a tensor was recorded in a narrower float, so were most
+            recorded = {recorded_dtype(tensor_of(view, name)) for name in view}
+            self.dtype = max(recorded, key=lambda dtype: RECORDED_ROUNDING.get(dtype, 0.0), default="")
         self.steps: dict[str, Step] = {}
         self.targets: dict[str, Target] = {}
         self.sources: dict[str, list[str]] = {}  # of each step: those that computed its inputs and were not recorded
@@ -286,7 +290,7 @@ class Evidence:
             names.append(f"blocks.{int(name.split('.')[1]) + 1}.hook_resid_pre")
         for theirs in (np.asarray(self.view[each]) for each in names if each in self.view):
             if fits(shape, theirs.shape) or theirs.size == step.result.size:
-                theirs = np.where(theirs <= -1e9, -np.inf, theirs) if name.endswith("scores") else theirs
+                theirs = np.where(theirs <= MASKED, -np.inf, theirs) if name.endswith("scores") else theirs
                 return theirs.reshape(shape)
             if name == "lm_head.hook_out" and theirs.size == shape[-1]:
                 return theirs.reshape(1, -1)
@@ -340,7 +344,9 @@ class Evidence:
         """`compute` of several edits, in as few runs as possible."""
         if self.copies == 1 or len(trials) == 1 or all(list(edits) == [target] for edits in trials):
             return [self.compute(target, edits) for edits in trials]
-        trials, failed = list(trials)[: self.copies], set[int]()
+        if len(trials) > self.copies:
+            return self.compute_all(target, trials[: self.copies]) + self.compute_all(target, trials[self.copies :])
+        failed = set[int]()
         changed = self._of_copies([*trials, *[{}] * (self.copies - len(trials))], failed)
         try:
             whole = changed.run(target.__eq__, target, self.tape, copies=self.copies)[target]

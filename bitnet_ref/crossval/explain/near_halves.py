@@ -34,8 +34,9 @@ from ...reference.model import BlockPlace, embeddings, head_input, rope_tables_o
 from ...reference.weights import LayerWeights, TernaryLinear
 from ..compare import Comparison, OpResult, Tensors, View, compare
 from ..flips import Flip, distance_to_half
+from ..metrics import recorded_dtype
 from ..names import INT8, LOGITS, first_rows, is_by_head, layer_of, linear_input, op_order
-from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
+from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, VALUES_PER_FLIP, near_half
 from .variants import IMPOSSIBLE, Finished, Setting, quick_ternary_matmul
 
 _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong token and of those that it sees
@@ -170,6 +171,8 @@ class _FlipSearch:
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
         """One flip of those that are tried at a time, then two together, and so on."""
         wrong = self.error(run, theirs, name, token)
+        size = float(np.linalg.norm(run.tensors[name].take(token, int(is_by_head(name)))))
+        enough = max(_RIGHT * wrong, RECORDED_ROUNDING.get(recorded_dtype(theirs[name]), 0.0) * size)
         trials, queue = 0, deque[tuple[Flip, ...]]([()])
         stop = self.work + _WORK if name == LOGITS else math.inf
         while queue:
@@ -179,7 +182,7 @@ class _FlipSearch:
             for flip in self.near_halves(before, name, token, tried):
                 changed = self.trial(run, (*made, flip), name, token)
                 error = self.error(changed, theirs, name, token)
-                if error <= _RIGHT * wrong and self.agrees(changed, theirs, token):
+                if error <= enough and self.agrees(changed, theirs, token):
                     return [*made, flip]
                 left.append((error, flip))
                 trials += 1
@@ -211,7 +214,7 @@ class _FlipSearch:
                 if theirs.size == mine.size:
                     cut[name] = first_rows(name, theirs.reshape(mine.shape), count)
                 elif count == len(self.setting.tokens):  # of the last token only
-                    cut[name] = theirs
+                    cut[name] = theirs.reshape(1, -1)
         view = View(cut)
         view.own_engine = getattr(self.candidate, "own_engine", True)
         return view

@@ -30,7 +30,7 @@ def wrong_recording(
         return ""
     if held is None:
         return ""
-    name = wrong[0] if len(wrong) == 1 else role(wrong[0])
+    name = wrong[0] if len(wrong) == 1 else role(wrong[0]) if len(set(map(role, wrong))) == 1 else _hook(wrong[0])
     text = (
         f"the logits and the other tensors are those of a right {name}, so the engine did not use these numbers "
         "(in a table above, what is computed from them differs too): look at where it is recorded"
@@ -46,7 +46,7 @@ def _held_unused(
     None unless only this tensor is wrong, be it in several layers, and the later ones are not what follows from it.
     """
     has_logits = any(op.name == LOGITS for op in comparison.ops)
-    if not has_logits or LOGITS in wrong or len(set(map(role, wrong))) != 1:
+    if not has_logits or LOGITS in wrong or len(set(map(_hook, wrong))) != 1:
         return None
     name = wrong[0]
 
@@ -64,6 +64,11 @@ def _held_unused(
     theirs = np.asarray(candidate[name]).reshape(right[name].shape)
     rows = sorted(changes(right[name], is_by_head(name)), key=lambda row: row[0])
     return next((words.format(x=noun(name)) for _, words, change in rows if _is_same(change(right[name]), theirs)), "")
+
+
+def _hook(name: str) -> str:
+    """The last part of a tensor's name, which is the same in every linear."""
+    return name.rpartition(".")[2]
 
 
 def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], setting: Setting) -> dict[str, float]:

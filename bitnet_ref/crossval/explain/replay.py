@@ -6,7 +6,7 @@ and the weights, exactly. So an error is named at the op that makes it, whatever
 are.
 
 An input that was not recorded is computed from the nearest tensors that were. If that would need a guess how the engine
-rounded an activation, the tensor is left to `compare`.
+rounded an activation, the tensor is left to `compare`. So are tensors in a narrower float than the engine's own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ...errors import NumericsError
 from ...families.lora import AdaptedLinear
 from ...reference.layers import Array
 from .. import names
-from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, same_tokens
+from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, is_last_token, same_tokens
 from ..flips import judge_flips
-from ..metrics import tensor_of
-from ..tolerances import TABLE
+from ..metrics import recorded_dtype, tensor_of
+from ..tolerances import RECORDED_ROUNDING, TABLE
 from .variants import Setting, Step, is_seen
 
 
@@ -75,8 +75,9 @@ class _Replay:
         for name in set(names.op_order(self.cfg)).intersection(self.trace):
             shape, given = names.op_shape(name, self.cfg, len(ids)), tensor_of(self.trace, name).shape
             if fits(shape, given, name):
-                self.recorded.add(name)
-            elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
+                if dtype != "float32" or recorded_dtype(tensor_of(self.trace, name)) not in RECORDED_ROUNDING:
+                    self.recorded.add(name)
+            elif not (name == names.LOGITS and is_last_token(shape, given)):
                 note = f"shape {list(given)} instead of {list(shape)}"
                 self.results[name] = self.walk.refuse(name, shape, note)
         self.right_scale = np.ones((len(ids), 1), dtype=np.float32)  # of the activation that is quantised

@@ -82,6 +82,13 @@ def _permuted_and_interleaved(step: Step, compute: Edit, *inputs: Any) -> Array:
     return instead(interleaved)(step, compute, *inputs) if turns else permuted(back=False)(step, compute, *inputs)
 
 
+def _pairs_adjacent(step: Step, compute: Edit, x: Array, cos: Array, sin: Array) -> Array:
+    turned = 2 * cos.shape[-1]
+    y = compute(x, cos, sin)
+    y[..., :turned] = y[..., interleaving(1, turned)]
+    return y
+
+
 # fmt: off
 HYPOTHESES = (
     layout_mistake("hf_rows_adjacent", "a packed byte's four rows are taken as neighbours",
@@ -120,4 +127,8 @@ HYPOTHESES = (
         "q and k are stored permuted and RoPE is interleaved, as in llama.cpp: an equal computation in another order",
         "Nothing is wrong: compare from the attention scores on.",
         _permuted_and_interleaved, lambda step: step.name.endswith(("rot_q", "rot_k")) or _is_query_product(step)),
+    Hypothesis("*.attn.hook_rot_q *.attn.hook_rot_k", "rotated_pairs_adjacent",
+        "q and k after RoPE have the pair (j, j + d/2) at (2j, 2j+1): an equal computation in another order",
+        "Nothing is wrong: compare from the attention scores on.", _pairs_adjacent,
+        lambda step: step.inputs[1].shape[-1] > 1),
 )
