@@ -411,6 +411,8 @@ def test_a_part_without_a_gradient_is_refused(bitnet):
     for field, config in configs.items():
         with pytest.raises(ConfigError, match=f"{field}: training has no gradient"):
             Trainer(config, bitnet.masters)
+    with pytest.raises(ConfigError, match="qk_norms: training has no gradient of them as hunyuan_v1_dense"):
+        Trainer.from_model(DATA / "families" / "hunyuan")
 
 
 def test_nan_names_the_master(bitnet):
