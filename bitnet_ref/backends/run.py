@@ -117,7 +117,7 @@ def run(
                 rows = head_rows(be, x, w, top)
                 hidden = be.to_host(x)
             if cfg.logit_softcap is not None:
-                rows = [cap_rows(each, cfg.logit_softcap) for each in rows]
+                rows = [each._replace(values=softcap(each.values, cfg.logit_softcap)) for each in rows]
             sound = all_finite([row.values for row in rows]) and (hidden is None or all_finite([hidden]))
         except NumericsError:
             sound = False
@@ -198,12 +198,6 @@ def check_path(be: Backend, path: str | None) -> None:
     """Raises BackendUnavailable for a path that the backend does not have."""
     if path is not None and path not in be.paths:
         raise BackendUnavailable(f"backend {be.name!r} has no path {path!r}; there are: {', '.join(be.paths)}")
-
-
-def cap_rows(rows: HeadRows, cap: float) -> HeadRows:
-    """The logits and their bounds under the soft cap, which keeps their order."""
-    bounds = rows.bounds and (softcap(rows.bounds[0], cap), softcap(rows.bounds[1], cap))
-    return HeadRows(rows.ids, softcap(rows.values, cap), bounds)
 
 
 def all_finite(arrays: Sequence[Array]) -> bool:

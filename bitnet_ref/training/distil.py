@@ -59,7 +59,7 @@ class Distillation:
             if layer is not None and not 0 <= layer < config.num_hidden_layers:
                 raise ConfigError(f"expected a layer below {config.num_hidden_layers}, got {layer}", field="layer")
             for size in (config.query_size, config.kv_size):
-                if size % self.relation_heads:
+                if self.relation_heads < 1 or size % self.relation_heads:
                     message = f"expected a divisor of {size}, got {self.relation_heads}"
                     raise ConfigError(message, field="relation_heads")
 

@@ -148,6 +148,9 @@ class FrozenModel:
     def of(cls, model: LoadedModel) -> FrozenModel:
         """A loaded model, whatever its backend and format. Raises ConfigError."""
         w, arrays = plain_weights(model.weights), Masters()
+        if any(weight.kind == "ruled" for _, weight in w.linears()):
+            message = "training has no gradient of inputs that are rounded by blocks; load the model without"
+            raise ConfigError(message, field="activations")
         linears: dict[str, StepLinear] = {}
         arrays[EMBEDDING] = _dense(w.embedding)
         if not w.tied:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from ..families import differences_from_llama
+from ..families import differences_from_llama, family_of
+from ..families.qwen import Qwen3Layer
 from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
 from ..formats.names import hf_module
 from ..reference.config import ModelConfig
@@ -32,8 +33,12 @@ GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hub name -> shape of every master of a model. ConfigError for a model with what training has no gradient of."""
-    if unknown := [name for name in differences_from_llama(config) if name not in ("o_proj_bias", "qk_norms")]:
+    differences = differences_from_llama(config)
+    if unknown := [name for name in differences if name not in ("o_proj_bias", "qk_norms")]:
         raise ConfigError("training has no gradient of it", field=unknown[0])
+    text = family_of(config).layer_class(config, 0).attention_text
+    if "qk_norms" in differences and text is not Qwen3Layer.attention_text:
+        raise ConfigError(f"training has no gradient of them as {config.model_type} has them", field="qk_norms")
     shapes: dict[str, tuple[int, ...]] = {"embedding": linear_shape(config, "embedding")}
     if not config.tie_word_embeddings:
         shapes["lm_head"] = linear_shape(config, "lm_head")

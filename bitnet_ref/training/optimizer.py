@@ -29,7 +29,7 @@ class AdamW:
         m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
         w = w (1 - lr decay) - lr / (1 - b1^step) m / (sqrt(v / (1 - b2^step)) + eps)
 
-    Only matrices decay: not norms, not biases.
+    Only matrices decay: not norms, not biases. Raises ConfigError for betas that give no running means.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -37,6 +37,10 @@ class AdamW:
     step: int = 0
     m: dict[str, Floats] = field(default_factory=dict)
     v: dict[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"expected two numbers from 0 to below 1, got {self.betas}", field="betas")
 
     def update(
         self,

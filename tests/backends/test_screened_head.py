@@ -354,6 +354,18 @@ def test_heads_that_no_screen_fits_stay_as_they_are(compiled):
         assert compiled.prepare_model(replace(weights, lm_head=head), story.config).lm_head is head
 
 
+def test_capped_logits_may_be_equal_where_others_are_not(compiled):
+    """The cap rounds them: the smaller id is the choice, as with an exact head."""
+    story = model("storyteller", "cython")
+    config = replace(story.config, logit_softcap=0.1)
+    capped = bitnet_ref.Model(config, compiled.prepare_model(story.weights, config), compiled)
+    exact = bitnet_ref.Model(config, story.weights, story.backend)
+    prompt = story.tokenizer.encode("Once upon a time")
+    for params in ({"temperature": 0.0}, {"top_k": 5, "seed": 1}):
+        mine, expected = (m.generate(prompt, max_tokens=8, ignore_eos=True, **params) for m in (capped, exact))
+        assert mine.token_ids == expected.token_ids
+
+
 def test_other_options_are_refused():
     with pytest.raises(BackendUnavailable, match="numpy"):
         bitnet_ref.load("storyteller", backend="numpy", head="screened")

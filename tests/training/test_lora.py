@@ -158,6 +158,8 @@ def test_what_is_refused(config, tmp_path):
         start(tmp_path / "other.toml", tmp_path / "run")
     with pytest.raises(ConfigError, match="adapter on already"):
         LoraTrainer(model(DATA / "adapters" / "beside"))
+    with pytest.raises(ConfigError, match="activations: training has no gradient"):
+        LoraTrainer(bitnet_ref.load(DATA / "gguf" / "tq2_0.gguf", backend="numpy", activations="blocks"))
 
 
 @pytest.mark.slow

@@ -401,6 +401,15 @@ def test_wrong_input(bitnet, tmp_path):
         Trainer.from_folder(folder_of(BITNET, tmp_path / "other", num_hidden_layers=1))
 
 
+def test_settings_that_divide_by_zero_are_refused(bitnet):
+    for betas in ((1.0, 0.95), (0.9, 1.0), (0.9, 1.5), (0.9,)):
+        with pytest.raises(ConfigError, match="betas: expected two numbers from 0 to below 1"):
+            Trainer(bitnet.config, bitnet.masters, betas=betas)
+    teacher = bitnet_ref.load(backend="numpy")
+    with pytest.raises(ConfigError, match="relation_heads: expected a divisor"):
+        Distillation(teacher, relation_heads=0).check(teacher.config)
+
+
 def test_a_part_without_a_gradient_is_refused(bitnet):
     configs = {
         "logit_softcap": replace(bitnet.config, logit_softcap=30.0),
@@ -411,6 +420,8 @@ def test_a_part_without_a_gradient_is_refused(bitnet):
     for field, config in configs.items():
         with pytest.raises(ConfigError, match=f"{field}: training has no gradient"):
             Trainer(config, bitnet.masters)
+    with pytest.raises(ConfigError, match="qk_norms: training has no gradient of them as hunyuan_v1_dense"):
+        Trainer.from_model(DATA / "families" / "hunyuan")
 
 
 def test_nan_names_the_master(bitnet):

@@ -142,8 +142,8 @@ class CythonBackend(KernelBackend):
         """Gives the head a screen, half as large as its 16-bit rows, unless it is exact or small; and up_proj and
         down_proj strips, as large as their panels, where ReLU^2 makes zeros.
 
-        A head that is ternary, in blocks (a screen would be as large) or has a bias gets no screen, nor small
-        matrices strips.
+        A head that is ternary, in blocks (a screen would be as large), has a bias or capped logits (which may be equal
+        where the bounds are not) gets no screen, nor small matrices strips.
         """
         *_, last = self.prepare_in_steps(w, cfg)
         return last
@@ -160,7 +160,7 @@ class CythonBackend(KernelBackend):
             log.warning("NumPy computes %d dense linears (%s, ...): %s", len(by_numpy), by_numpy[0], why)
         yield w
         head = w.lm_head
-        if isinstance(head, DenseWeight) and self._screens(head):
+        if isinstance(head, DenseWeight) and self._screens(head) and cfg.logit_softcap is None:
             screened = self._empty_screen(head)
             for at in range(0, len(head.stored), ROWS_PER_STEP):
                 self._fill_screen(screened, slice(at, at + ROWS_PER_STEP))
