@@ -109,7 +109,6 @@ function askForKey(refused) {
 }
 
 $("key-button").onclick = async () => {
-  sessionStorage.removeItem(KEY);
   if (await askForKey(null)) start();
 };
 
