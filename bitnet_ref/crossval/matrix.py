@@ -7,12 +7,14 @@ a cell is computed again when its model has changed or when its engine could not
 from __future__ import annotations
 
 import html
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from .. import __version__
 from ..api import Model, load
@@ -165,7 +167,7 @@ def write_matrix(path: Path, cells: Sequence[Cell]) -> None:
 
 
 def _link(cell: Cell) -> str:
-    return "" if cell.receipt is None else f"{cell.receipt.parent.name}/{cell.receipt.name}"
+    return "" if cell.receipt is None else quote(os.fsencode(f"{cell.receipt.parent.name}/{cell.receipt.name}"))
 
 
 def _as_markdown(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:

@@ -1,6 +1,8 @@
 """crossval matrix: a receipt behind each cell, cells that are kept, and cells whose engine fails."""
 
 import json
+import re
+from urllib.parse import urljoin
 
 import pytest
 from helpers import GOLDEN
@@ -51,3 +53,12 @@ def test_cells_are_kept_and_failures_have_their_reason(tmp_path, capsys, monkeyp
     assert code == 1
     assert "ZeroDivisionError: planted" in facts["cells"][0]["text"]
     assert "planted" in page.read_text()
+
+
+def test_links_lead_to_receipts_of_any_name(tmp_path):
+    receipt = tmp_path / "run #2 (50%).receipts" / "a--numpy.json"
+    cell = matrix.Cell("a", "numpy", True, "equal", receipt)
+    for name, form in (("table.html", 'href="(.*?)"'), ("table.md", r"\[equal\]\((\S*?)\) ")):
+        matrix.write_matrix(tmp_path / name, [cell])
+        link = re.search(form, (tmp_path / name).read_text())[1]
+        assert urljoin(tmp_path.as_uri() + "/", link) == receipt.as_uri()
