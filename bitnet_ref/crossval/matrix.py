@@ -190,7 +190,8 @@ def _as_html(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:
         body += f"<tr><th>{e(model)}</th>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
     style = "body{font:15px system-ui,sans-serif}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ddd}"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Who agrees with whom</title><style>{style}'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Who agrees with whom</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}'
         f"</style></head><body><h1>Who agrees with whom</h1><table><tr><th></th>{head}</tr>{body}</table></body>"
         "</html>\n"
     )
