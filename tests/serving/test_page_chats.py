@@ -81,6 +81,23 @@ def change(page, text):
     page.type(text)
 
 
+def test_what_does_nothing_yet_looks_so(browser, server):
+    """While the server has not told its models, and while a reply is written."""
+    page = browser.page(f"{server.url}/", first="window.real = fetch; window.fetch = () => new Promise(() => {})")
+    opacity = "[...document.querySelectorAll('%s')].map((each) => getComputedStyle(each).opacity)"
+    assert page.run(opacity % "#chat-send, #complete") == ["0.5", "0.5"]
+    page.run("window.fetch = real; start()")
+    page.until("model !== null")
+    assert page.run(opacity % "#chat-send, #complete") == ["1", "1"]
+    type_slowly(page, [{"content": "word "}] * 5, 100)
+    page.click("#chat-text")
+    page.type("Hello")
+    page.press("Enter")
+    assert set(page.run(opacity % ".actions button, #chat-new, .title")) == {"0.5"}
+    wait_for_reply(page)
+    assert set(page.run(opacity % ".actions button, #chat-new, .title")) == {"1"}
+
+
 def test_titles_and_deletion(page):
     send(page, "Hello")
     page.click("#chat-new")

@@ -8,7 +8,7 @@ function showChatState() {
   $("chat-none").hidden = chats;
   $("chat-form").hidden = $("messages").hidden = !chats;
   $("chat-empty").hidden = !chats || conversation.nodes.length > 0;
-  for (const button of document.querySelectorAll(".actions button")) button.disabled = chatting;
+  for (const button of document.querySelectorAll(".actions button, #chat-new, #conversation-list .title")) button.disabled = chatting;
 }
 
 function showConversation() {
