@@ -43,4 +43,4 @@ html_css_files = ["site.css"]
 html_show_sphinx = html_show_copyright = False
 smartquotes = False  # quotes in the reference are of strings
 html_copy_source = False
-pygments_style, pygments_dark_style = "friendly", "monokai"
+pygments_style, pygments_dark_style = "default", "monokai"

@@ -92,9 +92,9 @@ class Chromium:
 class Page:
     """A tab. `problems`: errors in its console, exceptions, and violations of its Content-Security-Policy."""
 
-    def __init__(self, browser, url, width, height, dark, first):
+    def __init__(self, browser, url, width, height, dark, first, context=None):
         self.browser, self.problems, self.requested = browser, [], []
-        self.context = browser.call("Target.createBrowserContext")["browserContextId"]
+        self.context = context or browser.call("Target.createBrowserContext")["browserContextId"]
         target = browser.call("Target.createTarget", url="about:blank", browserContextId=self.context)["targetId"]
         self.session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         browser.pages[self.session] = self
@@ -105,6 +105,10 @@ class Page:
         self.call("Page.addScriptToEvaluateOnNewDocument", source=first)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
+
+    def second_tab(self, url):
+        """A tab beside this one, with the same local storage."""
+        return Page(self.browser, url, 1200, 900, False, "", self.context)
 
     def call(self, method, **params):
         return self.browser.call(method, self.session, **params)

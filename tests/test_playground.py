@@ -876,6 +876,10 @@ def test_own_models_sample_by_the_settings(browser, address, own_models):
             texts.append(page.until("playground.own", 60)["ids"])
         assert texts[0] == texts[1] != texts[2]
         assert texts[3] == list(model("storyteller").generate(PROMPT, max_tokens=12).token_ids)
+        page.run(f"$('own-prompt').value = {json.dumps('a ' * 240)}; playground.own = null")
+        page.run("$('own-write').click(); $('own-stop').click()")  # while the model reads
+        own = page.until("playground.own", 60)
+        assert (len(own["given"]) > 200, own["ids"]) == (True, [])
 
 
 @pytest.mark.thorough

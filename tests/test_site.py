@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from chromium import Chromium, needs_chromium
+from pygments.styles import get_style_by_name
+from pygments.token import Error, Whitespace
 from test_imports import MODULES, PACKAGE, RANK, imported, room
 
 ROOT = Path(__file__).parents[1]
@@ -298,6 +300,23 @@ def test_figures_fit_a_phone_but_for_two():
                     site_pages.part_panels(output)
                     wide += [] if "text/html" in output["data"] else [path.stem]
     assert wide == ["07a_one_text", "07b_many_texts"]
+
+
+def test_code_can_be_read_on_its_background():
+    """The WCAG's contrast of 4.5, for all but spaces and errors, on the site and the slides."""
+    sources = [(DOCS / name).read_text() for name in ("conf.py", "extension/site_slides.py")]
+    names = [re.search(r'"(\w+)", "monokai"', source)[1] for source in sources]
+
+    def light(colour):
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+        linear = [part / 12.92 if part <= 0.04 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for style in map(get_style_by_name, [*names, "monokai"]):
+        for kind, look in style:
+            if look["color"] and kind not in (Whitespace, Error):
+                low, high = sorted(light(colour) for colour in (look["color"], style.background_color.lstrip("#")))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (style.__name__, kind)
 
 
 @pytest.mark.skipif("BITNET_REF_SITE" not in os.environ, reason="BITNET_REF_SITE names no built site")

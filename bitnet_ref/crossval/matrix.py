@@ -7,12 +7,14 @@ a cell is computed again when its model has changed or when its engine could not
 from __future__ import annotations
 
 import html
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from .. import __version__
 from ..api import Model, load
@@ -165,7 +167,7 @@ def write_matrix(path: Path, cells: Sequence[Cell]) -> None:
 
 
 def _link(cell: Cell) -> str:
-    return "" if cell.receipt is None else f"{cell.receipt.parent.name}/{cell.receipt.name}"
+    return "" if cell.receipt is None else quote(os.fsencode(f"{cell.receipt.parent.name}/{cell.receipt.name}"))
 
 
 def _as_markdown(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:
@@ -188,7 +190,8 @@ def _as_html(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:
         body += f"<tr><th>{e(model)}</th>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
     style = "body{font:15px system-ui,sans-serif}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ddd}"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Who agrees with whom</title><style>{style}'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Who agrees with whom</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}'
         f"</style></head><body><h1>Who agrees with whom</h1><table><tr><th></th>{head}</tr>{body}</table></body>"
         "</html>\n"
     )

@@ -368,6 +368,7 @@ def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Cro
     body = "".join(_section(f"s{i}", crossing) for i, crossing in enumerate(crossings))
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>{_e(title)}</h1><table>{rows}</table>"
         f"<h2>Verdicts</h2><table>{overview}</table>{body}</body></html>\n"
     )

@@ -180,7 +180,10 @@ class Generation:
 
     def _repr_html_(self) -> str:
         text = escape(_shorten(self.text, SHOWN_HTML_CHARACTERS))
-        return f'<div style="white-space: pre-wrap">{text}</div><small>{escape(self._summary())}</small>'
+        style = (
+            "white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: plaintext"  # each line by its own direction
+        )
+        return f'<div style="{style}">{text}</div><small>{escape(self._summary())}</small>'
 
 
 def _shorten(text: str, limit: int = SHOWN_CHARACTERS) -> str:

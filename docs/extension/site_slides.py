@@ -478,7 +478,7 @@ def write_slides(folder, back=""):
     for name in FILES:
         shutil.copy2(reveal / name, folder)
     shutil.copy2(Path(__file__).parent / "favicon.svg", folder)
-    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("friendly", "monokai"))
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("default", "monokai"))
     style = f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n"
     style += (Path(__file__).parent / "slides.css").read_text(encoding="utf-8")
     (folder / "slides.css").write_text(style, encoding="utf-8")

@@ -6,6 +6,7 @@ import { choose, distribution, uniforms } from "./model.js";
 import { TernaryMatrices } from "./ternary.js";
 import { Transformer } from "./transformer.js";
 
+const PAUSE_MS = 100; // of reading, from one look for {stop} to the next
 let model = null, tokenizer = null, isStopped = false;
 
 // At most so many characters: names in a file can be as long as the file. An error of JavaScript itself is that of a file
@@ -49,8 +50,14 @@ async function write(text, { seed, max_tokens: count, ...sampling }) {
   if (given.length >= context) throw new Error(`The text has ${given.length} tokens; the model reads ${context}, with those that are written.`);
   model.clear();
   isStopped = false;
-  let logits;
-  for (const id of given) logits = model.read(id);
+  let logits, pausedAt = begin;
+  for (const id of given) {
+    if (isStopped) break;
+    logits = model.read(id);
+    if (performance.now() - pausedAt < PAUSE_MS) continue;
+    await pause(); // for {stop}
+    pausedAt = performance.now();
+  }
   const ids = [], readMs = performance.now() - begin;
   while (ids.length < count && !isStopped && given.length + ids.length < context) {
     const id = choose(distribution(logits, sampling), draws.next().value);

@@ -1,12 +1,16 @@
 """crossval matrix: a receipt behind each cell, cells that are kept, and cells whose engine fails."""
 
 import json
+import re
+from urllib.parse import urljoin
 
 import pytest
+from chromium import Chromium, needs_chromium
 from helpers import GOLDEN
 
 from bitnet_ref.cli import main
 from bitnet_ref.crossval import matrix, verify_receipt
+from bitnet_ref.crossval.report import Crossing, write_html
 
 MODEL = str(GOLDEN / "bitnet-packed-offline")
 
@@ -51,3 +55,23 @@ def test_cells_are_kept_and_failures_have_their_reason(tmp_path, capsys, monkeyp
     assert code == 1
     assert "ZeroDivisionError: planted" in facts["cells"][0]["text"]
     assert "planted" in page.read_text()
+
+
+def test_links_lead_to_receipts_of_any_name(tmp_path):
+    receipt = tmp_path / "run #2 (50%).receipts" / "a--numpy.json"
+    cell = matrix.Cell("a", "numpy", True, "equal", receipt)
+    for name, form in (("table.html", 'href="(.*?)"'), ("table.md", r"\[equal\]\((\S*?)\) ")):
+        matrix.write_matrix(tmp_path / name, [cell])
+        link = re.search(form, (tmp_path / name).read_text())[1]
+        assert urljoin(tmp_path.as_uri() + "/", link) == receipt.as_uri()
+
+
+@needs_chromium
+def test_both_pages_have_the_width_of_a_phone(tmp_path):
+    """Without a viewport a phone draws them 980 pixels wide, with letters too small to read."""
+    matrix.write_matrix(tmp_path / "table.html", [matrix.Cell("a", "numpy", True, "equal", None)])
+    write_html(tmp_path / "report.html", "a", [Crossing("numpy", failed="ValueError: no such file")], {})
+    with Chromium() as browser:
+        for path in tmp_path.iterdir():
+            page = browser.page(path.as_uri(), width=360)
+            assert page.run("[innerWidth, document.documentElement.scrollWidth]") == [360, 360], path.name

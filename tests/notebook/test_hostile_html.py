@@ -60,6 +60,28 @@ def test_names_and_texts_run_nothing(names, tmp_path):
     check_in_chromium(tmp_path / "page.html", pages)
 
 
+@needs_chromium
+def test_a_generation_keeps_to_the_width_of_its_cell(tmp_path):
+    """Also a long word; and a line from right to left has its end on its left."""
+    (path := tmp_path / "page.html").write_text(
+        replace(
+            model(STORY).generate("Once", max_tokens=1), text="\u05e9\u05dc\u05d5\u05dd!\n" + "w" * 2000
+        )._repr_html_(),
+        encoding="utf-8-sig",
+    )
+    with Chromium() as browser:
+        page = browser.page(path.as_uri(), width=900)
+        assert page.run("document.documentElement.scrollWidth") <= 900
+        lefts = """[0, 4].map((at) => {
+            const range = document.createRange(), text = document.querySelector("div").firstChild;
+            range.setStart(text, at);
+            range.setEnd(text, at + 1);
+            return range.getBoundingClientRect().left;
+        })"""
+        first, last = page.run(lefts)
+        assert first > last
+
+
 def check_in_chromium(path, pages):
     hostile = "script, iframe, [onload], [onerror], [onfocus], a[href^=java], img:not([src^=data])"
     with Chromium() as browser:

@@ -434,6 +434,10 @@ def test_each_of_several_engines(open_page, tmp_path):
         for text, message in (("3", "replica: expected at most 2, got 3"), ("-1", "replica: expected a whole number")):
             status, _, answer = server.get(f"/engine?replica={text}")
             assert (status, message in answer["error"]["message"]) == (400, True)
+        page.run("window.real = fetch; window.fetch = async () => new Response('{}', {status: 500})")
+        page.until("$('banner').textContent === 'The server answered 500.'")
+        page.run("window.fetch = real")
+        page.until("$('banner').hidden")
         for handle in handles:
             handle.close()
         until(lambda: not server.engines["storyteller"].requests)
@@ -461,6 +465,9 @@ def test_a_key_and_a_server_that_is_busy_loads_or_is_gone(open_page):
         page.press("Enter")
         page.until("model !== null && !$('key-dialog').open")
         assert page.run("[sessionStorage.getItem(KEY), localStorage.length, document.cookie]") == ["one", 0, ""]
+        page.click("#key-button")
+        page.click("#key-cancel")
+        assert page.run("sessionStorage.getItem(KEY)") == "one"
         body = {"prompt": "Alice", "n": 8, "max_tokens": 250, "stream": True, "ignore_eos": True, "logprobs": 20}
         with socket.create_connection(("127.0.0.1", server.port)) as reader:  # one that does not read
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

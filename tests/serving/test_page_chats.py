@@ -47,6 +47,20 @@ def send(page, text):
     wait_for_reply(page)
 
 
+def type_slowly(page, pieces, gap_ms=0):
+    """Replies are from now on these deltas of a stream, so many milliseconds apart."""
+    events = [f"data: {json.dumps({'choices': [{'delta': piece}]})}\n\n" for piece in pieces]
+    page.run(f"""window.fetch = async (_, {{signal}}) => new Response(new ReadableStream({{async start(control) {{
+        signal.onabort = () => control.error(signal.reason);
+        for (const event of {json.dumps([*events, "data: [DONE]" + chr(10) * 2])}) {{
+            await sleep({gap_ms});
+            if (signal.aborted) return;
+            control.enqueue(new TextEncoder().encode(event));
+        }}
+        control.close();
+    }}}}))""")
+
+
 def wait_for_reply(page):
     page.until("!chatting && conversation.nodes[shownPath().at(-1)]?.role === 'assistant'")
 
@@ -65,6 +79,23 @@ def change(page, text):
     """Write something else into the field that is edited."""
     page.run("document.activeElement.select()")
     page.type(text)
+
+
+def test_what_does_nothing_yet_looks_so(browser, server):
+    """While the server has not told its models, and while a reply is written."""
+    page = browser.page(f"{server.url}/", first="window.real = fetch; window.fetch = () => new Promise(() => {})")
+    opacity = "[...document.querySelectorAll('%s')].map((each) => getComputedStyle(each).opacity)"
+    assert page.run(opacity % "#chat-send, #complete") == ["0.5", "0.5"]
+    page.run("window.fetch = real; start()")
+    page.until("model !== null")
+    assert page.run(opacity % "#chat-send, #complete") == ["1", "1"]
+    type_slowly(page, [{"content": "word "}] * 5, 100)
+    page.click("#chat-text")
+    page.type("Hello")
+    page.press("Enter")
+    assert set(page.run(opacity % ".actions button, #chat-new, .title")) == {"0.5"}
+    wait_for_reply(page)
+    assert set(page.run(opacity % ".actions button, #chat-new, .title")) == {"1"}
 
 
 def test_titles_and_deletion(page):
@@ -93,6 +124,87 @@ def test_titles_and_deletion(page):
     assert page.run("Object.keys(localStorage).length") == 1
     page.click("#conversation-list .title")
     assert shown(page)[0] == "Hello"
+
+
+def test_a_title_ends_with_a_whole_character(page):
+    type_slowly(page, [{"content": "x"}])
+    send(page, "a" * 59 + "\U0001f407 ran")
+    assert page.run("conversation.title") == "a" * 59 + "\U0001f407"
+
+
+def test_two_tabs_lose_no_message(server, page):
+    send(page, "Hello")
+    other = page.second_tab(f"{server.url}/")
+    other.until("model !== null && conversation.nodes.length === 2")
+    fill_in(other, temperature=0, max_tokens=6)
+    send(page, "From the first")
+    other.until("conversation.nodes.length === 4 && document.querySelectorAll('.message').length === 4")
+    send(other, "From the second")
+    page.until("conversation.nodes.length === 6")
+    assert shown(page)[::2] == ["Hello", "From the first", "From the second"]
+    for each, words in ((page, "one "), (other, "two ")):
+        type_slowly(each, [{"content": words}] * 6, 100)
+        each.click("#chat-text")
+        each.type(words)
+        each.press("Enter")  # both at once: then there are two conversations
+    for each in (page, other):
+        wait_for_reply(each)
+    assert shown(page)[6:] + shown(other)[6:] == ["one", "one " * 6, "two", "two " * 6]
+    kept = page.run("keptConversations().map(({ nodes }) => nodes.map(({ content }) => content))")
+    assert [sum("one " * 6 in each for each in kept), sum("two " * 6 in each for each in kept)] == [1, 1]
+
+
+def test_the_end_of_a_reply_leaves_the_focus_where_a_person_writes(page):
+    type_slowly(page, [{"content": "word "}] * 5, 100)
+    page.click("#chat-text")
+    page.type("Hello")
+    page.press("Enter")
+    page.click("#system")
+    page.type("Be b")
+    wait_for_reply(page)
+    page.type("rief.")
+    assert page.run("[$('system').value, $('chat-text').value]") == ["Be brief.", ""]
+
+
+def test_results_wait_for_settings_that_are_right(page):
+    type_slowly(page, [{"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "clock", "arguments": "{}"}}]}])
+    send(page, "Hello")
+    fill_in(page, temperature=9)
+    page.click("#messages form textarea")
+    page.type("Five.")
+    for _ in range(2):
+        page.click("#messages form button")
+    assert page.run("[conversation.nodes.length, document.activeElement.id]") == [2, "temperature"]
+
+
+def test_another_reply_that_does_not_come_leaves_the_one_that_was_shown(page):
+    send(page, "Hello")
+    push(page, 1, "Another reply")
+    page.until("!chatting && conversation.nodes.length === 3")
+    push(page, 1, "‹")
+    type_slowly(page, [{"content": "x"}], 500)
+    push(page, 1, "Another reply")
+    assert page.run("keptConversations()[0].chosen[0]") == 1  # what a reload shows
+    page.click("#chat-stop")
+    page.until("!chatting")
+    assert page.run("shownPath()") == [0, 1]
+
+
+def test_texts_from_right_to_left(page):
+    """The mark at the end of a sentence is on its left."""
+    type_slowly(page, [{"content": "\u05e9\u05dc\u05d5\u05dd!\n\n- \u05e9\u05dc\u05d5\u05dd!"}])
+    send(page, "\u05e9\u05dc\u05d5\u05dd!")
+    lefts = """[...document.querySelectorAll('.user > .text, .assistant p')].map((element) => [0, 4].map((at) => {
+        const range = document.createRange(), text = element.firstChild;
+        range.setStart(text, at);
+        range.setEnd(text, at + 1);
+        return range.getBoundingClientRect().left;
+    }))"""
+    assert [first > last for first, last in page.run(lefts)] == [True] * 3
+    list_, item = page.run(
+        "['ul', 'li'].map((tag) => document.querySelector('.assistant ' + tag).getBoundingClientRect().right)"
+    )
+    assert list_ > item  # the bullet stands between them
 
 
 def test_exports(page, tmp_path):

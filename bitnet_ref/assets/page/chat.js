@@ -8,7 +8,7 @@ function showChatState() {
   $("chat-none").hidden = chats;
   $("chat-form").hidden = $("messages").hidden = !chats;
   $("chat-empty").hidden = !chats || conversation.nodes.length > 0;
-  for (const button of document.querySelectorAll(".actions button")) button.disabled = chatting;
+  for (const button of document.querySelectorAll(".actions button, #chat-new, #conversation-list .title")) button.disabled = chatting;
 }
 
 function showConversation() {
@@ -104,7 +104,7 @@ function resultForm(index, calls) {
   const form = make("form", {}, ...fields, make("button", { className: "plain small", textContent: "Send the results" }));
   form.onsubmit = (event) => {
     event.preventDefault();
-    if (chatting) return;
+    if (chatting || !model || !readChatSettings()) return;
     const last = calls.reduce((parent, call, at) => addNode(parent, { role: "tool", content: fields[at].value, call: call.id }), index);
     reply(last);
   };
@@ -146,8 +146,9 @@ async function reply(index) {
   if (!settings || !chat || chatting || !model) return;
   chatting = true;
   problem = "";
-  delete conversation.chosen[index];
   keepConversation();
+  const earlier = conversation.chosen[index];
+  delete conversation.chosen[index];
   showConversation();
   const node = { role: "assistant", content: "", model: model.id }, pace = new Pace();
   const text = make("div", { className: "text" }), place = make("div");
@@ -178,12 +179,13 @@ async function reply(index) {
   }
   node.facts = String(pace);
   if (node.content || node.reasoning || node.calls) addNode(index, node);
-  else if (conversation.nodes.some(({ parent }) => parent === index)) conversation.chosen[index] = conversation.nodes.findLastIndex(({ parent }) => parent === index);
+  else if (earlier !== undefined) conversation.chosen[index] = earlier;
   chatting = false;
   keepConversation();
   following(showConversation);
   $("chat-status").textContent = problem ? "" : node.content || "The reply has no text.";
-  if (!$("chat").hidden && wide.matches) $("chat-text").focus();
+  const isFree = [document.body, $("chat-send")].includes(document.activeElement); // else it is where a person goes on
+  if (isFree && !$("chat").hidden && wide.matches) $("chat-text").focus();
 }
 
 $("chat-form").onsubmit = (event) => {

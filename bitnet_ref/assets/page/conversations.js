@@ -31,9 +31,14 @@ function addNode(parent, node) {
 // Writes the conversation. Where the browser has no room, the oldest ones leave.
 function keepConversation() {
   if (!conversation.nodes.length) return;
+  const kept = keptConversations(), before = kept.find(({ id }) => id === conversation.id);
+  if (before && before.changed !== conversation.changed) { // another tab went on with it: this is a copy from here on
+    conversation.id = newConversation().id;
+    sessionStorage.setItem("bitnet_ref open", conversation.id);
+  }
   conversation.changed = Date.now();
-  conversation.title ||= conversation.nodes[0].content.trim().replace(/\s+/g, " ").slice(0, 60);
-  const others = keptConversations().filter(({ id }) => id !== conversation.id);
+  conversation.title ||= Array.from(conversation.nodes[0].content.trim().replace(/\s+/g, " ")).slice(0, 60).join("");
+  const others = kept.filter(({ id }) => id !== conversation.id);
   for (const { id } of others.splice(MAX_KEPT - 1)) localStorage.removeItem(PREFIX + id);
   for (;;) {
     try {
@@ -163,7 +168,13 @@ $("system").oninput = () => {
   conversation.system = $("system").value;
   keepConversation();
 };
-addEventListener("storage", () => !chatting && listConversations()); // another tab has written
+// Another tab has written. What it made of the open conversation is shown, unless a message is being changed here.
+addEventListener("storage", ({ key }) => {
+  if (chatting) return;
+  const other = key === PREFIX + conversation.id && keptConversations().find(({ id }) => id === conversation.id);
+  if (other && !$("messages").contains(document.activeElement)) openConversation(other);
+  else listConversations();
+});
 addEventListener("DOMContentLoaded", () => {
   const id = sessionStorage.getItem("bitnet_ref open"), kept = keptConversations();
   openConversation(kept.find((each) => each.id === id) ?? (id ? newConversation() : (kept[0] ?? newConversation())));

@@ -21,14 +21,18 @@ function forgetEngine() {
 }
 
 async function watchEngine() {
+  let hasFailed = false;
   for (; ; await sleep(POLL_MS)) {
     if (view !== "engine" || document.hidden || halted || looking || !model || $("pause").getAttribute("aria-pressed") === "true") continue;
     const id = model.id, chosen = replica;
     try {
       const facts = await getJson(`/engine?model=${encodeURIComponent(id)}&replica=${chosen}&after=${steps.at(-1)?.number ?? 0}`);
       if (id === model.id && chosen === replica) showEngine(facts);
+      if (hasFailed) say("");
+      hasFailed = false;
     } catch (error) {
       halted = error.status === 401;
+      hasFailed = true;
       if (error.status) say(explain(error));
     }
   }

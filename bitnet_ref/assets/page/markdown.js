@@ -112,8 +112,8 @@ function readList(lines, at, depth) {
     else items.at(-1).push(line);
   }
   const build = () => {
-    const rows = items.map((inner) => make("li", { dir: "auto" }, ...splitBlocks(inner, depth + 1).map((block) => block.build())));
-    return make(isNumbered ? "ol" : "ul", isNumbered ? { start: parseInt(mark, 10) } : {}, ...rows);
+    const rows = items.map((inner) => make("li", {}, ...splitBlocks(inner, depth + 1).map((block) => block.build())));
+    return make(isNumbered ? "ol" : "ul", { dir: "auto", ...(isNumbered ? { start: parseInt(mark, 10) } : {}) }, ...rows);
   };
   return [end, build];
 }
@@ -136,7 +136,7 @@ function readTable(lines, at) {
 const PIECE = /\\([!-/:-@[-`{-~])|(`+)|(!?\[)|\]\( *<?([^\s<>()]{0,2000}(?:\([^\s<>()]{0,2000}\))?[^\s<>()]{0,2000})>?(?: +"[^"\n]{0,500}")? *\)|(\*{1,3}|_{1,3}|~~)|<?(https?:\/\/[^\s<>"'`[\]]{1,2000})>?|\n/g;
 const TAGS = { 1: ["em"], 2: ["strong"], 3: ["strong", "em"] };
 
-const withInline = (tag, text) => make(tag, { dir: "auto" }, ...inline(text));
+const withInline = (tag, text) => make(tag, {}, ...inline(text));
 
 // The address, if a link may go there.
 function safeAddress(text) {

@@ -109,7 +109,6 @@ function askForKey(refused) {
 }
 
 $("key-button").onclick = async () => {
-  sessionStorage.removeItem(KEY);
   if (await askForKey(null)) start();
 };
 
@@ -164,6 +163,7 @@ async function chooseModel() {
   if (id !== $("model").value) return; // another one was chosen meanwhile
   const defaults = info.default_generation_settings ?? { params: {} };
   model = { id, chats: Boolean(info.chat_template), context: defaults.n_ctx };
+  $("chat-send").disabled = $("complete").disabled = false;
   showDefaults(defaults.params);
   $("thinking-row").hidden = !/enable_thinking|reasoning_effort/.test(info.chat_template);
   $("context").textContent = model.context ? `The model reads ${model.context.toLocaleString("en")} in all.` : "";
