@@ -8,7 +8,7 @@ import pytest
 from cli_runs import invoke, invoke_json
 
 from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
-from bitnet_ref.crossval.exercises import EXERCISES
+from bitnet_ref.crossval.exercises import EXERCISES, grading
 from bitnet_ref.crossval.exercises.teacher import exercises_in, plan_text, teacher_edition
 
 REMEMBERED = """
@@ -58,6 +58,25 @@ def test_points_are_for_right_answers_on_inputs_that_the_student_has_not_seen(tm
     text = invoke("grade", path)
     assert f"{path}: 2 of 11 points" in text.stdout
     assert "a cell raised ValueError: mine" in text.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source, error", [("import os; os._exit(1)", "DeadKernel"), ("while True: pass", "CellTimeout")]
+)
+def test_a_cell_that_ends_the_run_costs_neither_the_points_before_it_nor_other_notebooks(
+    source, error, tmp_path, monkeypatch
+):
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setattr(grading, "CELL_S", 20)
+    begin = "from bitnet_ref.crossval.exercises import Check\ncheck = Check()"
+    answer = EXERCISES["2.4"].solution + '\ncheck("2.4", smallest_k)'
+    mine = write_notebook(tmp_path / "mine.ipynb", begin, answer, source, "print('not run')")
+    other = write_notebook(tmp_path / "other.ipynb", begin, answer)
+    ended, graded = invoke_json("grade", mine, other)["notebooks"]
+    assert (ended["points"], graded["points"], graded["errors"]) == (1, 1, [])
+    assert ended["errors"][-1].startswith(error)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"cells": 3}', '{"cells": [{}], "nbformat": 4}', "[]"])

@@ -102,6 +102,7 @@ def run_checked(notebook: dict[str, Any]) -> tuple[dict[str, Answered], list[str
     try:
         import nbclient
         import nbformat
+        from nbclient.exceptions import CellTimeoutError, DeadKernelError
     except ImportError as problem:
         raise BackendUnavailable("grading needs nbclient: pip install 'bitnet-ref[notebooks]'") from problem
     secret = secrets.token_hex(8)
@@ -121,9 +122,14 @@ def run_checked(notebook: dict[str, Any]) -> tuple[dict[str, Answered], list[str
             executed, timeout=CELL_S, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": folder}}
         )
         client.extra_arguments = ["--log-level=ERROR"]
-        client.execute(env=environment)
+        try:
+            client.execute(env=environment)
+            ended = []
+        except (CellTimeoutError, DeadKernelError) as error:  # the judgements before it count
+            ended = [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
     errors = [f"{output.ename}: {output.evalue}"[:200] for output in outputs if output.output_type == "error"]
+    errors += ended
     text = "".join(output.get("text", "") for output in outputs if output.output_type == "stream")
     found = text.rpartition(f"{MARK}{secret} ")[2].splitlines()
     results = json.loads(found[0]) if f"{MARK}{secret} " in text else {}
@@ -148,6 +154,7 @@ def begin(secret: str) -> None:
             if again.status != RIGHT:
                 answered = Answered(name, again.status, f"right on the sentence of the notebook only. {again.text}")
         notes[name] = (answered.status, answered.text)
+        report(secret)  # now, as a later cell may end the run
         return answered
 
     Check.judge = noting  # type: ignore[method-assign]
