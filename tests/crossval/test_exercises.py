@@ -2719,6 +2719,41 @@ def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook)
     first_where((None, SAID, *SENTENCES), an_integer_tips, "a text of which an integer tips in float64")
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "says"),
+    [
+        ("0.3", lambda word, merges: len(word), "A list of pieces is wanted, not int"),
+        ("1.entropy", lambda w_t: "1.5 bits", "One number is wanted, not '1.5 bits'"),
+        ("1.entropy", lambda w_t: (each for each in (0.5, 1.0)), "One number is wanted"),
+        ("2.6", lambda *_: [np.zeros(3)], "A set of 'quantise'"),
+        ("3a.order", [0, None], "Whole numbers are wanted"),
+        ("3a.order", [0.0, 1.5], "Whole numbers are wanted"),
+        ("3c.1", (2, None), "Whole numbers are wanted"),
+        ("3c.1", (2, np.inf), "Whole numbers are wanted"),
+        ("4.6", lambda *_: (np.zeros(3), 0.5), "the lower is"),
+        ("5.6", lambda before, after: [["k"]], "The names are"),
+        ("6.first", lambda right, wrong: np.array(["out", "logits"]), "The first is 'out'"),
+    ],
+)
+def test_answers_of_an_odd_type_are_refused_and_raise_nothing(name, answer, says, notebook):
+    answered = judge(notebook, name, answer)
+    assert answered.status == "wrong"
+    assert says in answered.text
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("2.6", Edit("return wrong", "return np.array(sorted(wrong))")),
+        ("4.5", Edit("gate > 0, x_int8 != 0", "np.stack([gate > 0, x_int8 != 0])")),
+        ("5.6", Edit("return names", "return np.array(names)")),
+    ],
+)
+def test_arrays_are_taken_for_lists(name, edit, notebook):
+    answered = judge(notebook, name, edit)
+    assert answered.status == "right", answered.text
+
+
 @pytest.mark.sample(3)
 @each_exercise
 def test_none_is_no_answer(name, notebook):

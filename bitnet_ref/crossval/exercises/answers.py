@@ -126,6 +126,14 @@ def as_array(value: Any) -> Array:
     return array
 
 
+def as_integers(value: Any) -> list[int]:
+    """The whole numbers of an array or a list, of any shape. Raises Wrong."""
+    array = as_array(value).ravel()
+    if not all(float(each).is_integer() for each in array):
+        raise Wrong(f"Whole numbers are wanted, not {describe(value)}.")
+    return [int(each) for each in array]
+
+
 def expect_array(
     value: Any, expected: ArrayLike, *, mistakes: Mapping[str, ArrayLike] | None = None, exact: bool = False
 ) -> str:

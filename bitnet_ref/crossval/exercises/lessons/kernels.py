@@ -141,7 +141,7 @@ def rows_and_columns(answer: Any) -> str:
     gate[0, :4] = 0
     x_int8 = np.where(gate > 0, draw.integers(-3, 4, gate.shape), 0).astype(np.int8)
     result = run(answer, gate, x_int8)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
+    if not isinstance(result, (tuple, list, np.ndarray)) or len(result) != 2:
         raise Wrong("Two arrays are wanted: the rows of up_proj, and the columns of down_proj.")
     of_rows = {
         "a gate of 0 is closed, too: ReLU² of it is 0": gate >= 0,
@@ -177,7 +177,7 @@ def judged_by_the_roofline(answer: Any) -> str:
             raise Wrong('Two are wanted: "memory" or "arithmetic", and the share.') from None
         case = f"{tokens} tokens, {packed} weights in a byte, {read:g} GB/s, {peak:g} G per second"
         one, bytes_alone = packed * read, tokens * read
-        if limit != right:
+        if str(limit) != right:
             causes = {
                 "a byte meets each of the tokens": (one < peak) != (right == "memory"),
                 "a byte has several weights": (bytes_alone < peak) != (right == "memory"),
