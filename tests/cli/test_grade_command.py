@@ -62,7 +62,7 @@ def test_points_are_for_right_answers_on_inputs_that_the_student_has_not_seen(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "source, error", [("import os; os._exit(1)", "DeadKernel"), ("while True: pass", "CellTimeout")]
+    ("source", "error"), [("import os; os._exit(1)", "DeadKernel"), ("while True: pass", "CellTimeout")]
 )
 def test_a_cell_that_ends_the_run_costs_neither_the_points_before_it_nor_other_notebooks(
     source, error, tmp_path, monkeypatch
