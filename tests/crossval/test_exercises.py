@@ -349,7 +349,8 @@ CASES = {
             (Edit("(w_t == value).mean()", "(w_t == value).sum() / len(w_t)"), "len.w_t. is the number of rows"),
             (Edit(".mean() for", ".sum() for"), "a share is a count divided by"),
             (lambda w_t: 1.585, "1.585 is too large|1.585 is too small"),
-        ]
+        ],
+        [Edit("np.array([(w_t == value).mean() for value in (-1, 0, 1)])", "np.bincount(w_t.ravel() + 1) / w_t.size")],
     ),
     "1.harmless": Case(
         [
@@ -546,6 +547,8 @@ CASES = {
             (Edit("axis=1) - np.stack(minus, axis=1)", "axis=0) - np.stack(minus, axis=0)"), "transpose it"),
             (lambda x, w: x.astype(int) @ w.T.astype(int), "it multiplies"),
             (lambda x, w: np.einsum("mk,nk->mn", x, w, dtype=np.int32), "it multiplies"),
+            (lambda x, w: [[np.vdot(a, b) for b in w.astype(int)] for a in x.astype(int)], "it multiplies"),
+            (lambda x, w: sum(map(np.outer, x.T.astype(int), w.T.astype(int))), "it multiplies"),
             (lambda x, w: (x[:, None].astype(int) * w).sum(axis=-1), "it multiplies"),
         ],
         [
@@ -553,6 +556,7 @@ CASES = {
                 [sum(int(a) if b == 1 else -int(a) for a, b in zip(t, r, strict=True) if b) for r in w] for t in x
             ],
             lambda x, w: np.where(w == 1, x[:, None], np.where(w == -1, -x[:, None], 0)).sum(axis=-1, dtype=np.int32),
+            Edit("x_q[:, row == 1].sum(axis=1, dtype=np.int32)", "x_q.sum(axis=1, where=row == 1, dtype=np.int32)"),
         ],
     ),
     "2.2": Case(

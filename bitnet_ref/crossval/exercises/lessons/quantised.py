@@ -81,7 +81,7 @@ def ternary_matrix(answer: Any) -> str:
 def entropy_of_three(answer: Any) -> str:
     draw = draws(11)
     cases = [np.array([[-1, 0, 1], [1, -1, 0]]), draw.choice([-1, 0, 1], (8, 16), p=[0.2, 0.5, 0.3])]
-    cases += [np.array([0, 1, 1, 0]), np.zeros((2, 3))]
+    cases += [np.array([0, 1, 1, 0]), np.zeros((2, 3), dtype=int)]
     for w_t in cases:
         p = np.array([(w_t == value).mean() for value in (-1, 0, 1)])
         p = p[p > 0]
@@ -318,12 +318,14 @@ def doubled(answer: Any) -> str:
 class Unmultiplied(np.ndarray[Any, Any]):
     """An array that raises Wrong where it is multiplied."""
 
-    PRODUCTS = (np.multiply, np.matmul, np.dot, np.einsum, np.inner, np.tensordot)
+    PRODUCTS = (np.multiply, np.matmul, np.dot, np.vdot, np.outer, np.einsum, np.inner, np.tensordot)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         self.expect_no_product(ufunc)
         if "out" in options:
             options["out"] = tuple(np.asarray(each) for each in options["out"])
+        if "where" in options:
+            options["where"] = np.asarray(options["where"])
         plain = (np.asarray(each) if isinstance(each, Unmultiplied) else each for each in inputs)
         result = getattr(ufunc, method)(*plain, **options)
         return result.view(Unmultiplied) if isinstance(result, np.ndarray) else result
