@@ -25,14 +25,15 @@ def expect_number(
 ) -> None:
     """Raises Wrong unless the number is `expected`, give or take `within`.
 
-    mistakes: sentence -> the number, or numbers, that this mistake gives.
+    mistakes: sentence -> the number, or numbers, that this mistake gives; they may be rounded as far as `expected`.
     """
     number = as_number(value)
     if abs(number - expected) <= within:
         return
+    relative = max(1e-6, within / abs(expected) if expected else 0.0)
     for sentence, numbers in (mistakes or {}).items():
         wrong = np.asarray(numbers, dtype=np.float64)
-        if (np.abs(number - wrong) <= np.maximum(within, 1e-6 * np.abs(wrong))).any():
+        if (np.abs(number - wrong) <= np.maximum(within, relative * np.abs(wrong))).any():
             raise Wrong(sentence)
     size = "too large" if number > expected else "too small"
     raise Wrong(f"{number + 0.0:g} is {size}. {hint}".strip())  # + 0.0: no "-0"
@@ -85,7 +86,7 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
     names = {str(choice).lower(): choice for choice in choices}
     chosen = set()
     for each in given:
-        name = str(each).strip(" .()").lower()
+        name = str(each).strip(" .(){}[]").lower()
         if name not in names:
             raise Wrong(f"{describe(each)} is none of the choices: {', '.join(map(repr, choices))}.")
         chosen.add(names[name])

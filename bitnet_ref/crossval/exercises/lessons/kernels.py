@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ....errors import BitNetRefError
+from ....errors import BitNetRefError, describe
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run, said_of
@@ -177,7 +177,10 @@ def judged_by_the_roofline(answer: Any) -> str:
             raise Wrong('Two are wanted: "memory" or "arithmetic", and the share.') from None
         case = f"{tokens} tokens, {packed} weights in a byte, {read:g} GB/s, {peak:g} G per second"
         one, bytes_alone = packed * read, tokens * read
-        if str(limit) != right:
+        name = str(limit).strip().lower()
+        if name not in limits:
+            raise Wrong(f'"memory" or "arithmetic" is wanted, not {describe(limit)}.')
+        if name != right:
             causes = {
                 "a byte meets each of the tokens": (one < peak) != (right == "memory"),
                 "a byte has several weights": (bytes_alone < peak) != (right == "memory"),

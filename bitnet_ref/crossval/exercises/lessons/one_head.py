@@ -139,7 +139,7 @@ def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: 
     right: set[int] = set(np.flatnonzero(~np.isclose(z, swapped).all(1)).tolist())
     unequal: set[int] = set(np.flatnonzero((z != swapped).any(1)).tolist())
     given = as_array(answer)
-    if given.dtype == bool and given.shape == (len(z),):
+    if given.shape == (len(z),) and np.isin(given, (0, 1)).all():  # True and False, or 1 and 0
         given = np.flatnonzero(given)
     rows = set(as_integers(given))
     if rows == right:
