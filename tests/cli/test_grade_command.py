@@ -79,6 +79,23 @@ def test_a_cell_that_ends_the_run_costs_neither_the_points_before_it_nor_other_n
     assert ended["errors"][-1].startswith(error)
 
 
+@pytest.mark.slow
+def test_a_student_installs_nothing_for_the_grader(tmp_path):
+    """On Colab a notebook begins with %pip install of the fork."""
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    path = write_notebook(
+        tmp_path / "mine.ipynb",
+        f"%pip install --no-index --target {tmp_path}/new {tmp_path}/none; touch {tmp_path}/touched",
+        f"!pip --version > {tmp_path}/pip.txt",
+        "from bitnet_ref.crossval.exercises import Check\ncheck = Check()",
+        EXERCISES["2.4"].solution + '\ncheck("2.4", smallest_k)',
+    )
+    (graded,) = invoke_json("grade", path)["notebooks"]
+    assert (graded["points"], graded["errors"]) == (1, [])
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.ipynb"]
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"cells": 3}', '{"cells": [{}], "nbformat": 4}', "[]"])
 def test_what_is_no_notebook_is_refused(content, tmp_path):
     (tmp_path / "no.ipynb").write_text(content)
