@@ -2840,7 +2840,11 @@ def test_a_tensor_of_the_run(notebook):
         answered = check.judge("blocks.0.attn.hook_q", wrong)
         assert answered.status == "wrong"
         assert re.search(says, answered.text), answered.text
-    assert "did you mean blocks.0.attn.hook_q" in check.judge("blocks.0.attn.q", right).text
+    assert check.judge("blocks.0.attn.q", right).text.endswith("did you mean blocks.0.attn.hook_q?")
+    pattern = check.recorded["blocks.0.attn.hook_pattern"].swapaxes(1, 2)
+    assert "the last two axes are exchanged" in check.judge("blocks.0.attn.hook_pattern", pattern).text
+    scores = np.maximum(check.recorded["blocks.0.attn.hook_attn_scores"], -1e9)  # its mask in place of −∞
+    assert re.search("Close: 0 of .* at most by 0", check.judge("blocks.0.attn.hook_attn_scores", scores).text)
 
 
 def as_given(values):

@@ -222,6 +222,7 @@ def rearrangements(right: Array) -> Iterable[tuple[str, Array]]:
     if right.ndim >= 2:
         yield "the first two axes are exchanged", right.swapaxes(0, 1)
     if right.ndim >= 3:
+        yield "the last two axes are exchanged", right.swapaxes(-1, -2)
         heads = right.reshape(*right.shape[:-2], right.shape[-1], right.shape[-2]).swapaxes(-1, -2)
         yield "the heads are cut with the wrong axis first: reshape to (..., heads, width)", heads
     for digits in (1, 2, 3):
