@@ -8,6 +8,7 @@ found by bisection. `--write` puts the table into docs/sensitivity.md.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -177,8 +178,11 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/sensitivity.md")
+    options = parser.parse_args()
     text = table()
     print(text, end="")
-    if "--write" in sys.argv:
+    if options.write:
         before, rest = PAGE.read_text(encoding="utf-8").split("| error |", 1)
         PAGE.write_text(f"{before}{text}\n{rest.split(chr(10) * 2, 1)[1]}", encoding="utf-8")

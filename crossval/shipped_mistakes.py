@@ -219,7 +219,7 @@ def judge(mistake: Shipped, is_thin: bool = False, budget_s: float = 90) -> Judg
 
 def campaign(mistakes: dict[str, tuple[str, Callable[[bool], Judgement]]], arguments: Sequence[str] | None) -> int:
     """Judge the mistakes that are asked for, print each, and count. By name: the first wrong op's end, and the judge."""
-    parser = argparse.ArgumentParser(description="Plant mistakes that engines shipped with, count what is explained.")
+    parser = argparse.ArgumentParser(description="Plant mistakes in engines, count those whose cause is named.")
     parser.add_argument("names", nargs="*", help="of the list; all if none is given")
     parser.add_argument("--thin", action="store_true", help="show hook_resid_post and the logits alone")
     options = parser.parse_args(arguments)

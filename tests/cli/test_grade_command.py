@@ -8,7 +8,7 @@ import pytest
 from cli_runs import invoke, invoke_json
 
 from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
-from bitnet_ref.crossval.exercises import EXERCISES
+from bitnet_ref.crossval.exercises import EXERCISES, grading
 from bitnet_ref.crossval.exercises.teacher import exercises_in, plan_text, teacher_edition
 
 REMEMBERED = """
@@ -58,6 +58,42 @@ def test_points_are_for_right_answers_on_inputs_that_the_student_has_not_seen(tm
     text = invoke("grade", path)
     assert f"{path}: 2 of 11 points" in text.stdout
     assert "a cell raised ValueError: mine" in text.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "error"), [("import os; os._exit(1)", "DeadKernel"), ("while True: pass", "CellTimeout")]
+)
+def test_a_cell_that_ends_the_run_costs_neither_the_points_before_it_nor_other_notebooks(
+    source, error, tmp_path, monkeypatch
+):
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setattr(grading, "CELL_S", 20)
+    begin = "from bitnet_ref.crossval.exercises import Check\ncheck = Check()"
+    answer = EXERCISES["2.4"].solution + '\ncheck("2.4", smallest_k)'
+    mine = write_notebook(tmp_path / "mine.ipynb", begin, answer, source, "print('not run')")
+    other = write_notebook(tmp_path / "other.ipynb", begin, answer)
+    ended, graded = invoke_json("grade", mine, other)["notebooks"]
+    assert (ended["points"], graded["points"], graded["errors"]) == (1, 1, [])
+    assert ended["errors"][-1].startswith(error)
+
+
+@pytest.mark.slow
+def test_a_student_installs_nothing_for_the_grader(tmp_path):
+    """On Colab a notebook begins with %pip install of the fork."""
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    path = write_notebook(
+        tmp_path / "mine.ipynb",
+        f"%pip install --no-index --target {tmp_path}/new {tmp_path}/none; touch {tmp_path}/touched",
+        f"!pip --version > {tmp_path}/pip.txt",
+        "from bitnet_ref.crossval.exercises import Check\ncheck = Check()",
+        EXERCISES["2.4"].solution + '\ncheck("2.4", smallest_k)',
+    )
+    (graded,) = invoke_json("grade", path)["notebooks"]
+    assert (graded["points"], graded["errors"]) == (1, [])
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.ipynb"]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"cells": 3}', '{"cells": [{}], "nbformat": 4}', "[]"])

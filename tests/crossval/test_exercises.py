@@ -349,7 +349,8 @@ CASES = {
             (Edit("(w_t == value).mean()", "(w_t == value).sum() / len(w_t)"), "len.w_t. is the number of rows"),
             (Edit(".mean() for", ".sum() for"), "a share is a count divided by"),
             (lambda w_t: 1.585, "1.585 is too large|1.585 is too small"),
-        ]
+        ],
+        [Edit("np.array([(w_t == value).mean() for value in (-1, 0, 1)])", "np.bincount(w_t.ravel() + 1) / w_t.size")],
     ),
     "1.harmless": Case(
         [
@@ -546,6 +547,8 @@ CASES = {
             (Edit("axis=1) - np.stack(minus, axis=1)", "axis=0) - np.stack(minus, axis=0)"), "transpose it"),
             (lambda x, w: x.astype(int) @ w.T.astype(int), "it multiplies"),
             (lambda x, w: np.einsum("mk,nk->mn", x, w, dtype=np.int32), "it multiplies"),
+            (lambda x, w: [[np.vdot(a, b) for b in w.astype(int)] for a in x.astype(int)], "it multiplies"),
+            (lambda x, w: sum(map(np.outer, x.T.astype(int), w.T.astype(int))), "it multiplies"),
             (lambda x, w: (x[:, None].astype(int) * w).sum(axis=-1), "it multiplies"),
         ],
         [
@@ -553,6 +556,7 @@ CASES = {
                 [sum(int(a) if b == 1 else -int(a) for a, b in zip(t, r, strict=True) if b) for r in w] for t in x
             ],
             lambda x, w: np.where(w == 1, x[:, None], np.where(w == -1, -x[:, None], 0)).sum(axis=-1, dtype=np.int32),
+            Edit("x_q[:, row == 1].sum(axis=1, dtype=np.int32)", "x_q.sum(axis=1, where=row == 1, dtype=np.int32)"),
         ],
     ),
     "2.2": Case(
@@ -2719,6 +2723,49 @@ def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook)
     first_where((None, SAID, *SENTENCES), an_integer_tips, "a text of which an integer tips in float64")
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "says"),
+    [
+        ("0.3", lambda word, merges: len(word), "A list of pieces is wanted, not int"),
+        ("1.entropy", lambda w_t: "1.5 bits", "One number is wanted, not '1.5 bits'"),
+        ("1.entropy", lambda w_t: (each for each in (0.5, 1.0)), "One number is wanted"),
+        ("2.6", lambda *_: [np.zeros(3)], "A set of 'quantise'"),
+        ("3a.6", "the last two", "Name one thing only"),
+        ("3a.order", [0, 1, 0, 1], "Row 0 changes, too|Row 3 has the same query"),
+        ("3a.order", [0, None], "Whole numbers are wanted"),
+        ("3a.order", [0.0, 1.5], "Whole numbers are wanted"),
+        ("3c.1", (2, None), "Whole numbers are wanted"),
+        ("3c.1", (2, np.inf), "Whole numbers are wanted"),
+        ("4.6", lambda *_: (np.zeros(3), 0.5), "is wanted, not array"),
+        ("4.6", lambda *_: ("compute", 0.5), "is wanted, not 'compute'"),
+        ("5.6", lambda before, after: [["k"]], "The names are"),
+        ("6.first", lambda right, wrong: np.array(["out", "logits"]), "The first is 'out'"),
+        ("8.6", 21, "That is the percentage"),
+        ("8.6", 887, "Those are the GB/s"),
+    ],
+)
+def test_odd_answers_are_refused_in_a_sentence(name, answer, says, notebook):
+    answered = judge(notebook, name, answer)
+    assert answered.status == "wrong"
+    assert re.search(says, answered.text)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("2.6", Edit("return wrong", "return np.array(sorted(wrong))")),
+        ("4.5", Edit("gate > 0, x_int8 != 0", "np.stack([gate > 0, x_int8 != 0])")),
+        ("5.6", Edit("return names", "return np.array(names)")),
+        ("3a.order", [1, 1, 0, 0]),
+        ("4.6", Edit('"memory" if', '"Memory" if')),
+        ("5.8", "{a, b}"),
+    ],
+)
+def test_arrays_masks_and_texts_are_taken(name, answer, notebook):
+    answered = judge(notebook, name, answer)
+    assert answered.status == "right", answered.text
+
+
 @pytest.mark.sample(3)
 @each_exercise
 def test_none_is_no_answer(name, notebook):
@@ -2793,7 +2840,11 @@ def test_a_tensor_of_the_run(notebook):
         answered = check.judge("blocks.0.attn.hook_q", wrong)
         assert answered.status == "wrong"
         assert re.search(says, answered.text), answered.text
-    assert "did you mean blocks.0.attn.hook_q" in check.judge("blocks.0.attn.q", right).text
+    assert check.judge("blocks.0.attn.q", right).text.endswith("did you mean blocks.0.attn.hook_q?")
+    pattern = check.recorded["blocks.0.attn.hook_pattern"].swapaxes(1, 2)
+    assert "the last two axes are exchanged" in check.judge("blocks.0.attn.hook_pattern", pattern).text
+    scores = np.maximum(check.recorded["blocks.0.attn.hook_attn_scores"], -1e9)  # its mask in place of −∞
+    assert re.search("Close: 0 of .* at most by 0", check.judge("blocks.0.attn.hook_attn_scores", scores).text)
 
 
 def as_given(values):

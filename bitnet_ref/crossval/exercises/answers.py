@@ -25,14 +25,15 @@ def expect_number(
 ) -> None:
     """Raises Wrong unless the number is `expected`, give or take `within`.
 
-    mistakes: sentence -> the number, or numbers, that this mistake gives.
+    mistakes: sentence -> the number, or numbers, that this mistake gives; they may be rounded as far as `expected`.
     """
     number = as_number(value)
     if abs(number - expected) <= within:
         return
+    relative = max(1e-6, within / abs(expected) if expected else 0.0)
     for sentence, numbers in (mistakes or {}).items():
         wrong = np.asarray(numbers, dtype=np.float64)
-        if (np.abs(number - wrong) <= np.maximum(within, 1e-6 * np.abs(wrong))).any():
+        if (np.abs(number - wrong) <= np.maximum(within, relative * np.abs(wrong))).any():
             raise Wrong(sentence)
     size = "too large" if number > expected else "too small"
     raise Wrong(f"{number + 0.0:g} is {size}. {hint}".strip())  # + 0.0: no "-0"
@@ -85,7 +86,7 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
     names = {str(choice).lower(): choice for choice in choices}
     chosen = set()
     for each in given:
-        name = str(each).strip(" .()").lower()
+        name = str(each).strip(" .(){}[]").lower()
         if name not in names:
             raise Wrong(f"{describe(each)} is none of the choices: {', '.join(map(repr, choices))}.")
         chosen.add(names[name])
@@ -124,6 +125,14 @@ def as_array(value: Any) -> Array:
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise Wrong(f"An array of numbers is wanted; yours is {describe(value)}.")
     return array
+
+
+def as_integers(value: Any) -> list[int]:
+    """The whole numbers of an array or a list, of any shape. Raises Wrong."""
+    array = as_array(value).ravel()
+    if not all(float(each).is_integer() for each in array):
+        raise Wrong(f"Whole numbers are wanted, not {describe(value)}.")
+    return [int(each) for each in array]
 
 
 def expect_array(
@@ -213,6 +222,7 @@ def rearrangements(right: Array) -> Iterable[tuple[str, Array]]:
     if right.ndim >= 2:
         yield "the first two axes are exchanged", right.swapaxes(0, 1)
     if right.ndim >= 3:
+        yield "the last two axes are exchanged", right.swapaxes(-1, -2)
         heads = right.reshape(*right.shape[:-2], right.shape[-1], right.shape[-2]).swapaxes(-1, -2)
         yield "the heads are cut with the wrong axis first: reshape to (..., heads, width)", heads
     for digits in (1, 2, 3):

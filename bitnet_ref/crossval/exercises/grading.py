@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections import Counter
@@ -27,6 +28,7 @@ CELL_S, MEMORY_GB, FILE_MB = 300, 8, 64
 OTHER_SENTENCE = "The old king sat on his throne and asked the cat,"
 PYTHON_NEEDS = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "TMPDIR")
 MARK = "bitnet-ref-grades:"
+INSTALLS = re.compile(r"^[%!] *(?:pip|conda|mamba|uv)\b.*", re.MULTILINE)  # the grader's own packages stay as they are
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def run_checked(notebook: dict[str, Any]) -> tuple[dict[str, Answered], list[str
     try:
         import nbclient
         import nbformat
+        from nbclient.exceptions import CellTimeoutError, DeadKernelError
     except ImportError as problem:
         raise BackendUnavailable("grading needs nbclient: pip install 'bitnet-ref[notebooks]'") from problem
     secret = secrets.token_hex(8)
@@ -110,7 +113,7 @@ def run_checked(notebook: dict[str, Any]) -> tuple[dict[str, Answered], list[str
     cells = [nbformat.v4.new_code_cell(first)]
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            cells.append(nbformat.v4.new_code_cell("".join(cell["source"])))
+            cells.append(nbformat.v4.new_code_cell(INSTALLS.sub("pass", "".join(cell["source"]))))
     cells.append(nbformat.v4.new_code_cell(last))
     executed = nbformat.v4.new_notebook(cells=cells)
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
@@ -121,9 +124,14 @@ def run_checked(notebook: dict[str, Any]) -> tuple[dict[str, Answered], list[str
             executed, timeout=CELL_S, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": folder}}
         )
         client.extra_arguments = ["--log-level=ERROR"]
-        client.execute(env=environment)
+        try:
+            client.execute(env=environment)
+            ended = []
+        except (CellTimeoutError, DeadKernelError) as error:  # the judgements before it count
+            ended = [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
     errors = [f"{output.ename}: {output.evalue}"[:200] for output in outputs if output.output_type == "error"]
+    errors += ended
     text = "".join(output.get("text", "") for output in outputs if output.output_type == "stream")
     found = text.rpartition(f"{MARK}{secret} ")[2].splitlines()
     results = json.loads(found[0]) if f"{MARK}{secret} " in text else {}
@@ -148,6 +156,7 @@ def begin(secret: str) -> None:
             if again.status != RIGHT:
                 answered = Answered(name, again.status, f"right on the sentence of the notebook only. {again.text}")
         notes[name] = (answered.status, answered.text)
+        report(secret)  # now, as a later cell may end the run
         return answered
 
     Check.judge = noting  # type: ignore[method-assign]

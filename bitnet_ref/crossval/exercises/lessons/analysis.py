@@ -93,7 +93,7 @@ def where_it_begins(answer: Any) -> str:
     for name, (_, _, first, what) in zip(named, cases, strict=True):
         if name is None:
             raise Wrong(f"{what} Your function returned None, which says that nothing differs. The first is {first!r}.")
-        if name != first:
+        if str(name) != first:
             raise Wrong(f"{what} The first is {first!r}, and yours is {name!r}.")
     return "It needs no knowledge of the port: only what it computed."
 

@@ -36,11 +36,15 @@ def merged_from_the_right(symbols: Sequence[str], pair: Pair) -> Symbols:
     return [each[::-1] for each in turned[::-1]]
 
 
-def expect_symbols(given: Any, right: Symbols, mistakes: dict[str, Symbols]) -> None:
-    """Raises Wrong unless the pieces are these. mistakes: sentence -> the pieces that this mistake gives."""
-    if isinstance(given, str) or not isinstance(given, (list, tuple, np.ndarray)):
+def as_symbols(given: Any) -> Symbols:
+    """The pieces that a function returned. Raises Wrong."""
+    if not isinstance(given, (list, tuple, np.ndarray)):
         raise Wrong(f"A list of pieces is wanted, not {type(given).__name__}.")
-    mine = [str(each) for each in given]
+    return [str(each) for each in given]
+
+
+def expect_symbols(mine: Symbols, right: Symbols, mistakes: dict[str, Symbols]) -> None:
+    """Raises Wrong unless the pieces are these. mistakes: sentence -> the pieces that this mistake gives."""
     if mine == right:
         return
     for sentence, wrong in mistakes.items():
@@ -61,7 +65,7 @@ def merge_pairs(answer: Any) -> str:
             "Only the first pair was merged": merge(symbols, pair, limit=1),
             "Go from the left to the right": merged_from_the_right(symbols, pair),
         }
-        expect_symbols(run(answer, symbols, pair, keeps_lists=True), merge(symbols, pair), mistakes)
+        expect_symbols(as_symbols(run(answer, symbols, pair, keeps_lists=True)), merge(symbols, pair), mistakes)
     return "Also of aaa it makes aa and a."
 
 
@@ -122,8 +126,8 @@ def encode_by_merges(answer: Any) -> str:
         "The merges were applied in reverse": lambda word: apply(word, MERGES[::-1]),
         "The pair at the left was merged first; take the merge that was learned first": from_the_left,
     }
-    given = {word: run(answer, word, MERGES, keeps_lists=True) for word in words}
-    fitting = {say: wrong for say, wrong in mistakes.items() if all(list(given[word]) == wrong(word) for word in words)}
+    given = {word: as_symbols(run(answer, word, MERGES, keeps_lists=True)) for word in words}
+    fitting = {say: wrong for say, wrong in mistakes.items() if all(given[word] == wrong(word) for word in words)}
     for word in words:
         right = apply(word, MERGES)
         expect_symbols(given[word], right, {say: wrong(word) for say, wrong in fitting.items()})

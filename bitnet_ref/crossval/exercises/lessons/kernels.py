@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ....errors import BitNetRefError
+from ....errors import BitNetRefError, describe
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run, said_of
@@ -141,7 +141,7 @@ def rows_and_columns(answer: Any) -> str:
     gate[0, :4] = 0
     x_int8 = np.where(gate > 0, draw.integers(-3, 4, gate.shape), 0).astype(np.int8)
     result = run(answer, gate, x_int8)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
+    if not isinstance(result, (tuple, list, np.ndarray)) or len(result) != 2:
         raise Wrong("Two arrays are wanted: the rows of up_proj, and the columns of down_proj.")
     of_rows = {
         "a gate of 0 is closed, too: ReLU² of it is 0": gate >= 0,
@@ -177,7 +177,10 @@ def judged_by_the_roofline(answer: Any) -> str:
             raise Wrong('Two are wanted: "memory" or "arithmetic", and the share.') from None
         case = f"{tokens} tokens, {packed} weights in a byte, {read:g} GB/s, {peak:g} G per second"
         one, bytes_alone = packed * read, tokens * read
-        if limit != right:
+        name = str(limit).strip().lower()
+        if name not in limits:
+            raise Wrong(f'"memory" or "arithmetic" is wanted, not {describe(limit)}.')
+        if name != right:
             causes = {
                 "a byte meets each of the tokens": (one < peak) != (right == "memory"),
                 "a byte has several weights": (bytes_alone < peak) != (right == "memory"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array
+from ..answers import as_array, as_integers, as_number, expect_array
 from ..declare import Wrong, draws, exercise, run
 from ..tables import judged_by_table
 
@@ -139,9 +139,9 @@ def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: 
     right: set[int] = set(np.flatnonzero(~np.isclose(z, swapped).all(1)).tolist())
     unequal: set[int] = set(np.flatnonzero((z != swapped).any(1)).tolist())
     given = as_array(answer)
-    if given.dtype == bool and given.shape == (len(z),):
+    if given.shape == (len(z),) and np.isin(given, (0, 1)).all():  # True and False, or 1 and 0
         given = np.flatnonzero(given)
-    rows = {int(each) for each in given.ravel()}
+    rows = set(as_integers(given))
     if rows == right:
         return "Row 3 adds the same shares of the same values, in another order. A head knows no order."
     if not rows <= set(range(len(z))):

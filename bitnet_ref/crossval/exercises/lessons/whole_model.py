@@ -12,7 +12,7 @@ from ....api import Model
 from ....backends import Backend
 from ....generation.sampling import log_probabilities
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number
+from ..answers import as_array, as_integers, as_number, expect_array, expect_number
 from ..declare import NoResult, Wrong, draws, exercise, run
 from ..engines import run_engine, unequal
 
@@ -39,7 +39,7 @@ def head_that_looks_back(answer: Any, model: Model, recorded: dict[str, Array]) 
         best(own.mean(-1)): "That one looks at the token itself: p[i, i], not p[i, i − 1].",
         right[::-1]: "The layer comes first, then the head.",
     }
-    given = tuple(int(each) for each in as_array(answer).ravel())
+    given = tuple(as_integers(answer))
     if given == right:
         return f"It gives {back.mean(-1)[right]:.2f} of its attention to the token before."
     if given == (right[0] * heads + right[1],):
