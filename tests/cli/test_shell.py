@@ -430,6 +430,24 @@ def set_up(monkeypatch):
     return seen
 
 
+SECONDS = "expected a number above 0, at most 1e+09, got "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serve", "--idle-s", "nan"), f"'--idle-s': {SECONDS}nan"),
+        (("serve", "--request-timeout-s", "nan"), f"'--request-timeout-s': {SECONDS}nan"),
+        (("serve", "--drain-s", -5), "'--drain-s': -5 is not in the range x>=0"),
+        (("convert", "a", "b", "--engine-timeout-s", "nan"), "expected a number from 1 to 1e+09, got nan"),
+    ],
+)
+def test_times_have_ranges(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "hosts", "warns"),
     [
