@@ -62,7 +62,7 @@ def embed(
 
     Without --out the similarity of each text to the first is shown; --json gives the vectors.
     """
-    lines = "" if file is None else read_text(file).replace("\r\n", "\n")
+    lines = "" if file is None else read_text(file).removeprefix("\ufeff").replace("\r\n", "\n")
     rows = [*texts, *filter(None, lines.split("\n"))]  # splitlines() would also split at form feeds and U+2028
     if not rows:
         raise click.UsageError("no texts: give some, or --file")

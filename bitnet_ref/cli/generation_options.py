@@ -335,7 +335,7 @@ def content_of(value: str | None) -> str | None:
     if value is None or not value.startswith("@"):
         return value
     try:
-        return read_text(Path(value[1:]))
+        return read_text(Path(value[1:])).removeprefix("\ufeff")
     except FormatError as problem:
         raise click.BadParameter(f"{value[1:]}: {problem.message}") from problem
 

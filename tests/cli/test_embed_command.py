@@ -29,7 +29,7 @@ def test_similarities_vectors_and_files(tmp_path):
     assert shown.exit_code == 0
     assert [line.split("  ")[-1] for line in shown.stdout.splitlines()] == TEXTS
     assert shown.stdout.startswith(" 1.0000  The cat")
-    (tmp_path / "lines.txt").write_text("\n".join(TEXTS) + "\n\n")
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS) + "\n\n", encoding="utf-8-sig")
     as_json = json.loads(invoke("--file", tmp_path / "lines.txt", "--json").stdout)
     assert (as_json["texts"], as_json["dimensions"], as_json["dtype"]) == (3, 256, "float32")
     np.testing.assert_array_equal(np.array(as_json["vectors"], dtype=np.float32), expected)

@@ -223,7 +223,7 @@ def test_values_of_options(tmp_path):
     ):
         with pytest.raises(click.BadParameter, match="expected"):
             read(context, None, value)
-    (tmp_path / "t").write_text("é", encoding="utf-8")
+    (tmp_path / "t").write_text("é", encoding="utf-8-sig")
     assert generation_options.content_of(f"@{tmp_path / 't'}") == "é"
     assert generation_options.content_of("t@") == "t@"
     (tmp_path / "bad").write_bytes(b"\xff")
