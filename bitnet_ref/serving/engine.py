@@ -181,6 +181,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
             for choice in range(sampling.n):
                 handles.append(engine._submit(prompt, priority, timeout_s, sampling, choice=choice))
                 stack.callback(handles[-1].close)
+                prompt = handles[0].prompt_token_ids  # a text is encoded once
             stack.pop_all()
         return handles
 
