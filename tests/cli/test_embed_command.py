@@ -38,6 +38,7 @@ def test_similarities_vectors_and_files(tmp_path):
     written = invoke(*TEXTS, "--out", tmp_path / "v.npy")
     assert written.stderr == f"3 vectors of 256 float32 numbers in {tmp_path / 'v.npy'}\n"
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    assert invoke(TEXTS[0], "--out", tmp_path / "one.npy").stderr.startswith("1 vector of 256 float32 numbers")
     assert invoke(*TEXTS, "--out", tmp_path / "v.jsonl", "--quantize", "ubinary").exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == TEXTS
