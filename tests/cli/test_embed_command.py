@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -97,7 +98,10 @@ def test_modules_that_are_not_done(tmp_path):
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     for target in ("native", "hf-bf16"):
         path = tmp_path / ("x.bitnet.safetensors" if target == "native" else target)
-        convert(folder, path, target)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            convert(folder, path, target)
+        assert ["copy that file beside it" in str(each.message) for each in seen] == [True] * (target == "native")
         np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").embed([5, 6, 7]), vector)
     assert default_prompt(tmp_path / "hf-bf16") == "Q: "
     with pytest.raises(ConfigError, match="GGUF cannot say"):
