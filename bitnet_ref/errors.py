@@ -60,6 +60,15 @@ def describe(value: Any) -> str:
     return text if len(text) <= 2 * _SHOWN else text[: 2 * _SHOWN - 3] + "..."
 
 
+def count_of(count: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count_of(1, "new token"), count_of(2, "token")
+    ('1 new token', '2 tokens')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def describe_error(error: BaseException) -> str:
     """The class and message of any error, for another error's message, even if its own `__str__` fails."""
     try:

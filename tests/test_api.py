@@ -430,6 +430,15 @@ def test_a_shared_model_that_was_closed_is_loaded_anew(tmp_path):
     assert second.logits([1, 2]).shape == (2, 40)
 
 
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"])
+def test_an_edit_in_a_subfolder_is_another_model(tmp_path, name):
+    folder = write_checkpoint(tmp_path, BITNET)
+    first = bitnet_ref.load(folder, backend="numpy", share=True)
+    (folder / name).parent.mkdir()
+    (folder / name).write_text('{"pooling_mode_mean_tokens": true}')
+    assert bitnet_ref.load(folder, backend="numpy", share=True) is not first
+
+
 def test_what_a_notebook_prints_fits_a_cell():
     m = model("storyteller")
     _, seen = m.run_with_cache([1, 2, 3])

@@ -21,7 +21,7 @@ from bitnet_ref.crossval.explain.hypotheses import forward_hypotheses
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.paths import check_paths
 from bitnet_ref.crossval.teacher import teacher_forced
-from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
+from bitnet_ref.errors import BackendUnavailable, ConfigError, ConfigWarning, FormatError, NumericsError, ShapeError
 from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama, family_of
 from bitnet_ref.families.block_rule import by_rule
 from bitnet_ref.families.family import widest_window
@@ -522,6 +522,9 @@ def test_layers_of_gemma():
     assert (old.rope.theta, old.local_rope.theta, old.query_scale) == (7e5, 5e3, 1.0)
     stretched = parse(model_type="gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert (stretched.rope.factor, stretched.local_rope.rope_type) == (8.0, "default")
+    with pytest.warns(ConfigWarning, match="rope_parameters: ignored, as transformers reads that of full_attention"):
+        flat = parse(model_type="gemma3_text", rope_parameters={"rope_theta": 5e5})
+    assert (flat.rope.theta, flat.local_rope.theta) == (1e6, 1e4)
     for key, value in (("attn_logit_softcapping", 50.0), ("use_bidirectional_attention", True)):
         with pytest.raises(ConfigError) as caught:
             parse(model_type="gemma3_text", **{key: value})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..errors import BackendUnavailable
+from ..errors import BackendUnavailable, count_of
 from ..serving.engine_config import EngineConfig
 from .generation_options import (
     INPUT_FILE,
@@ -116,7 +116,8 @@ def batch(
         raise
     if alone is not None:
         alone.engine.close()
-    text = f"{summary.lines} answers in {target} after {summary.seconds:.1f} s, {summary.failed} of them errors"
+    text = f"{count_of(summary.lines, 'answer')} in {target} after {summary.seconds:.1f} s"
+    text += f", {count_of(summary.failed, 'error')} among them"
     text += f"; {summary.reused} are of an earlier run" * bool(summary.reused)
     text += f"; {summary.damaged} damaged ones of an earlier run were computed again" * bool(summary.damaged)
     report(vars(summary), lambda out: out.print(text))

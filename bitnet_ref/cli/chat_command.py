@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import BitNetRefError
+from ..errors import BitNetRefError, count_of
 from .generate_command import Reply, describe_sampling
 from .generation_options import defaults_option, is_model, load_model, model_options, sampling_options, select_given
 from .shell import SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
@@ -169,7 +169,7 @@ def say_dropped(stats: GenerationStats) -> None:
     """Say what the model did not see of the conversation."""
     for count, what in ((stats.dropped_messages, "message"), (stats.dropped_tokens, "token")):
         if count:
-            say(f"[the oldest {what if count == 1 else f'{count} {what}s'} dropped: the context is full]")
+            say(f"[the oldest {what if count == 1 else count_of(count, what)} dropped: the context is full]")
 
 
 def answer_lines(session: ChatSession, seeds: Iterator[int]) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..formats.checkpoint import LoadOptions
-from .generation_options import INPUT_FILE, declared_option, layout_options, read_bytes
+from ..system.options import LONGEST_S, Number
+from .generation_options import INPUT_FILE, declared_option, layout_options, read_by, read_bytes
 from .shell import (
     DIFFERS,
     LoadingBar,
@@ -51,7 +52,8 @@ TARGET_NAMES = (
 @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
 @click.option(
     "--engine-timeout-s",
-    type=click.FloatRange(min=1),
+    type=float,
+    callback=read_by(Number(1, LONGEST_S)),
     default=600.0,
     show_default=True,
     metavar="SECONDS",

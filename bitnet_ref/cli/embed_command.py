@@ -13,7 +13,7 @@ import numpy as np
 from click.core import ParameterSource
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, count_of
 from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
 from ..reference.layers import Array
 from ..system.atomic import atomic_path
@@ -62,7 +62,7 @@ def embed(
 
     Without --out the similarity of each text to the first is shown; --json gives the vectors.
     """
-    lines = "" if file is None else read_text(file).replace("\r\n", "\n")
+    lines = "" if file is None else read_text(file).removeprefix("\ufeff").replace("\r\n", "\n")
     rows = [*texts, *filter(None, lines.split("\n"))]  # splitlines() would also split at form feeds and U+2028
     if not rows:
         raise click.UsageError("no texts: give some, or --file")
@@ -81,7 +81,7 @@ def embed(
     numbers = vectors if quantize is None else quantize_embeddings(vectors, quantize)
     if out is not None:
         save(out, rows, numbers)
-        say(f"{len(rows)} vectors of {numbers.shape[1]} {numbers.dtype} numbers in {out}")
+        say(f"{count_of(len(rows), 'vector')} of {numbers.shape[1]} {numbers.dtype} numbers in {out}")
     if wants_json():
         shown = {} if out is not None else {"vectors": [row.tolist() for row in numbers]}
         print_json({"texts": len(rows), "dimensions": vectors.shape[1], "dtype": str(numbers.dtype), **shown})
@@ -103,7 +103,7 @@ def warn_of_names_among(texts: tuple[str, ...]) -> None:
 def embed_all(workers: Workers, rows: list[str], prompt: str | None) -> NDArray[np.float32]:
     parts: dict[int, NDArray[np.float32]] = {}
     starts = range(0, len(rows), BATCH)
-    with workers, LoadingBar(f"embedding {len(rows)} texts") as bar:
+    with workers, LoadingBar(f"embedding {count_of(len(rows), 'text')}") as bar:
         for index, vectors in workers.map(embed_batch, ((prompt, rows[start : start + BATCH]) for start in starts)):
             parts[index] = vectors
             bar(min(len(parts) * BATCH, len(rows)), len(rows))

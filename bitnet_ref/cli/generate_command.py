@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 
-from ..errors import GenerationError, TokenizerError
+from ..errors import GenerationError, TokenizerError, count_of
 from ..system.memory import peak_memory_bytes
 from .generation_options import (
     defaults_option,
@@ -245,14 +245,15 @@ def stats_facts(stats: GenerationStats) -> dict[str, Any]:
 
 def say_stats(stats: GenerationStats, params: Mapping[str, Any] | None = None) -> None:
     """Backend, speeds, memory and how the text was sampled: one line on stderr."""
-    parts = [f"{stats.prompt_tokens} prompt tokens at {stats.prompt_tokens_per_s:.1f} tok/s"] if stats.prefill_s else []
-    new = f"{stats.generated_tokens} new token{'s' if stats.generated_tokens != 1 else ''}"
+    prompt = count_of(stats.prompt_tokens, "prompt token")
+    parts = [f"{prompt} at {stats.prompt_tokens_per_s:.1f} tok/s"] if stats.prefill_s else []
+    new = count_of(stats.generated_tokens, "new token")
     parts.append(f"{new} at {stats.generated_tokens_per_s:.1f} tok/s" if stats.decode_tokens else new)
     if stats.cache_dtype not in ("float32", "float64"):
         parts.append(f"{stats.cache_dtype} cache of {size_in_words(stats.cache_bytes_per_token)} per token")
     if stats.dropped_tokens:
         recomputed = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
-        parts.append(f"{stats.dropped_tokens} oldest tokens dropped{recomputed}")
+        parts.append(f"{count_of(stats.dropped_tokens, 'oldest token')} dropped{recomputed}")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
     if params and params.get("temperature"):
         parts.append(describe_sampling(params))

@@ -17,7 +17,7 @@ from ..errors import FormatError, GenerationError
 from ..formats.checkpoint import LoadOptions
 from ..generation.params import Biases, SamplingParams
 from ..system.json_file import decode_text, read_bounded
-from ..system.options import BYTES, FLAG, ListOf, Number, Option, declared_options
+from ..system.options import BYTES, FLAG, ListOf, Number, Option, Rule, declared_options
 from .shell import AnyFunction, LoadingBar, SectionOption, say
 
 if TYPE_CHECKING:
@@ -259,13 +259,19 @@ def read_numbers(ctx: click.Context, param: click.Parameter, value: str | None) 
         raise click.BadParameter(f"expected whole numbers like 0,1,5, got {value!r}") from None
 
 
-def read_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """The bytes of "500000000", "500M" (powers of 1000) or "1.5GiB"."""
-    try:
-        size: int | None = BYTES.read(value, str(param.name))
-    except GenerationError as error:
-        raise click.BadParameter(error.message) from None
-    return size
+def read_by(rule: Rule) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that reads a value by its rule. (`click.FloatRange` lets NaN through.)"""
+
+    def read(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return rule.read(value, str(param.name))
+        except GenerationError as error:
+            raise click.BadParameter(error.message) from None
+
+    return read
+
+
+read_bytes = read_by(BYTES)
 
 
 def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
@@ -329,7 +335,7 @@ def content_of(value: str | None) -> str | None:
     if value is None or not value.startswith("@"):
         return value
     try:
-        return read_text(Path(value[1:]))
+        return read_text(Path(value[1:])).removeprefix("\ufeff")
     except FormatError as problem:
         raise click.BadParameter(f"{value[1:]}: {problem.message}") from problem
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ..errors import ConfigError, StorageError
 from .shell import OutputPath, common_options, make_table, print_json, show, size_in_words, wants_json
 
 
@@ -24,7 +25,12 @@ def golden(out: Path) -> None:
 
     with warnings.catch_warnings():  # that planes of PrismML's types may be rotated: here they are not
         warnings.simplefilter("ignore")
-        files = write_golden(out)
+        try:
+            files = write_golden(out)
+        except StorageError as error:
+            if error.errno is not None:  # the system refuses it
+                raise
+            raise ConfigError(str(error)) from None
     if wants_json():
         print_json({"path": str(out), "files": [file._asdict() for file in files]})
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import printable
+from ..errors import count_of, printable
 from .generation_options import layout_options
 from .shell import BAD_FILE, LoadingBar, common_options, make_table, report, size_in_words, style_text
 
@@ -51,7 +51,8 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
 def draw(inspection: Inspection, out: Console) -> None:
     out.print(style_text(inspection.path, "bold"), soft_wrap=True)
     if inspection.header_only:
-        out.print(f"A .safetensors file without a config.json beside it: {len(inspection.tensors)} tensors.\n")
+        tensors = count_of(len(inspection.tensors), "tensor")
+        out.print(f"A .safetensors file without a config.json beside it: {tensors}.\n")
         for name, value in inspection.metadata.items():
             out.print(printable(f"{name}: {value}", keep=""), overflow="ellipsis", no_wrap=True)
         if inspection.metadata:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import click
 
-from ..errors import BackendUnavailable, FormatError
+from ..errors import BackendUnavailable, FormatError, count_of
 from ..system.atomic import explain_os_errors, write_file
 from ..system.json_file import open_regular
 from .shell import common_options, paint, print_json, wants_json
@@ -70,7 +70,7 @@ def lab(
         for name in done.kept:
             click.echo(f"kept   {folder / name} {paint('(you changed it; --force overwrites)', sys.stdout, dim=True)}")
         if done.unchanged:
-            click.echo(f"{len(done.unchanged)} files were already in {folder}")
+            click.echo(f"already in {folder}: {count_of(len(done.unchanged), 'file')}")
     if no_launch:
         return
     if os.name == "posix" and os.geteuid() == 0 and not any("allow-root" in option for option in jupyter_options):

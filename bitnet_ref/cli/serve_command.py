@@ -17,12 +17,14 @@ from .. import __version__
 from ..backends.options import ComputeOptions
 from ..errors import BackendUnavailable, ConfigError, StorageError
 from ..serving.engine_config import EngineConfig
+from ..system.options import LONGEST_S, Number
 from .generation_options import (
     READING,
     declared_option,
     lora_option,
     name_model,
     read_adapters,
+    read_by,
     read_bytes,
     read_template,
     reading_options,
@@ -38,6 +40,7 @@ NEEDED = ("starlette", "uvicorn", "fastjsonschema")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SEND_BUFFER_BYTES = 1 << 16  # of a connection: a client that does not read is noticed soon
 CONNECTIONS = 2048
+SECONDS = Number(0, LONGEST_S, above=True, optional=True)
 KEEP_ALIVE_S = 75  # more than clients keep idle connections (httpx 5 s, proxies 60 s): the first to close must be them
 
 
@@ -79,11 +82,17 @@ def check_names(**names: tuple[str, ...]) -> None:
 @click.option(
     "--memory-budget", callback=read_bytes, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
 )
-@click.option("--idle-s", type=click.FloatRange(min=0, min_open=True), help="Drop a model that is idle for so long.")
+@click.option("--idle-s", type=float, callback=read_by(SECONDS), help="Drop a model that is idle for so long.")
 @click.option("--max-streams", type=click.IntRange(min=1), default=256, show_default=True, help="Requests at a time.")
 @click.option("--max-body", callback=read_bytes, default="4MiB", show_default=True, help="Bytes of a request.")
-@click.option("--request-timeout-s", type=click.FloatRange(min=0, min_open=True), help="Then a request gets 504.")
-@click.option("--drain-s", type=int, default=30, show_default=True, help="After SIGTERM, finish requests for so long.")
+@click.option("--request-timeout-s", type=float, callback=read_by(SECONDS), help="Then a request gets 504.")
+@click.option(
+    "--drain-s",
+    type=click.IntRange(min=0),
+    default=30,
+    show_default=True,
+    help="After SIGTERM, finish requests for so long.",
+)
 @click.option("--allow-origin", "origins", multiple=True, help="A web page that may use the server (CORS).")
 @click.option("--allow-host", "hosts", multiple=True, help="A name of the server, beside localhost.")
 @click.option("--default-model", metavar="NAME", help="Meant by requests that name none, or one that is not served.")

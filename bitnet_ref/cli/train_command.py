@@ -14,7 +14,7 @@ import click
 
 from ..backends import NAMES
 from ..errors import BackendUnavailable
-from .shell import LoadingBar, common_options, console, report, say, wants_json
+from .shell import LoadingBar, common_options, console, report, say, shell_line, wants_json
 
 if TYPE_CHECKING:
     from ..training.run import StepMetrics
@@ -54,7 +54,7 @@ def train(
     that was interrupted, or killed, goes on with --resume as if nothing had happened. With --lora the folder is called
     adapter, as peft writes it; it names its model, and loads with it.
     """
-    from ..training.run import TrainingRun, read_run
+    from ..training.run import CHECKPOINT, TrainingRun, read_run
 
     settings, model = read_run(config)
     teacher, init = teacher or settings.teacher, init or settings.init
@@ -63,10 +63,16 @@ def train(
     with LoadingBar("encoding the texts") as bar:
         run = TrainingRun(settings, out, model, resume=resume, threads=threads, backend=backend, progress=bar)
     parameters = sum(master.size for master in run.trainer.masters.values())
-    say(f"{parameters:,} parameters, {len(run.train):,} tokens of text, steps {run.step + 1} to {settings.steps}")
+    if run.step < settings.steps:
+        say(f"{parameters:,} parameters, {len(run.train):,} tokens of text, steps {run.step + 1} to {settings.steps}")
     writer = open_writer(out) if tensorboard else None
-    with TrainingBar(run.step, settings.steps) as progress:
-        last = run.run(progress.show, writer)
+    try:
+        with TrainingBar(run.step, settings.steps) as progress:
+            last = run.run(progress.show, writer)
+    except KeyboardInterrupt:
+        if (checkpoint := out / CHECKPOINT).exists():
+            say(f"this goes on from {checkpoint}:\n{shell_line()}{'' if resume else ' --resume'}")
+        raise
     facts = {"folder": str(out), run.output.name: str(run.output), "parameters": parameters, **asdict(last)}
     validation = "" if last.validation_loss is None else f", validation loss {last.validation_loss:.3f}"
     use = f'bitnet-ref generate "Once upon a time" --model {shlex.quote(str(run.output))}'

@@ -158,9 +158,11 @@ def _read(keys: HfKeys) -> dict[str, Any]:
     layers, head_dim = keys.count("num_hidden_layers"), keys.count("head_dim")
     by_default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
     scalar, cap = keys.number("query_pre_attn_scalar"), keys.get("final_logit_softcapping")
-    both = keys.raw.get("rope_parameters")
-    both = both if isinstance(both, dict) and {"full_attention", "sliding_attention"} & both.keys() else {}
-    old = {key: keys.raw[key] for key in ("rope_scaling", "rope_parameters")[: 1 if both else 2] if key in keys.raw}
+    both = keys.raw.get("rope_parameters") or {}
+    if both and not (isinstance(both, dict) and {"full_attention", "sliding_attention"} & both.keys()):
+        keys.doubt("rope_parameters", "ignored, as transformers reads that of full_attention and of sliding_attention")
+        both = {}
+    old = {"rope_scaling": keys.raw.get("rope_scaling")}
     full, local = ({"rope_parameters": both.get(kind) or {}} for kind in ("full_attention", "sliding_attention"))
     rope, local_rope = keys.rope(full | old), keys.rope(local, "rope_local_base_freq")
     return {

@@ -48,8 +48,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "chat_template.jinja", TOOL_TEMPLATE),
 )
-# Of sentence-transformers; the last has prompts
-EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
+PROMPTS_FILE = "config_sentence_transformers.json"
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", PROMPTS_FILE)  # of sentence-transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,12 +244,21 @@ def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
     return {name: read_bounded(folder / name, TokenizerError, MAX_TOKENIZER_BYTES, folder) for name in names}
 
 
+def folder_of(model: Path) -> Path:
+    return model if model.is_dir() else model.parent
+
+
+def has_prompts(model: Path) -> bool:
+    """Whether an embedding model, a folder or a file, has the file with its prompts beside it."""
+    return is_present(folder_of(model) / PROMPTS_FILE)
+
+
 def write_tokenizer_files(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the tokenizer's files, and the prompts beside the checkpoint, into a folder."""
-    files, prompts = checkpoint.tokenizer_files(), EMBEDDING_FILES[-1]
-    source = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    if is_present(source / prompts):
-        files = files | {prompts: read_bounded(source / prompts, FormatError, MAX_TOKENIZER_BYTES, source)}
+    files = checkpoint.tokenizer_files()
+    if has_prompts(checkpoint.path):
+        source = folder_of(checkpoint.path)
+        files = files | {PROMPTS_FILE: read_bounded(source / PROMPTS_FILE, FormatError, MAX_TOKENIZER_BYTES, source)}
     for name, data in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)

@@ -26,6 +26,7 @@ from .constraint_limits import check_choices, check_grammar, check_regex, check_
 from .guide_helper import split_by_longest, wrap_vocabulary
 from .params import GUIDES
 
+_NO_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # in a message of llguidance
 MAX_MESSAGE = 400  # characters of a message of llguidance
 MAX_STEP_S = 0.5  # processor time of one step
 
@@ -211,4 +212,5 @@ def first_line(text: str) -> str:
     line, *rest = text.strip().splitlines() or ["llguidance gives no reason"]
     if line.endswith(":"):
         line += next((each.removeprefix("error:") for each in rest if each.startswith("error:")), "")
+    line = line.replace(_NO_OPTION, "Write anyOf")
     return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."

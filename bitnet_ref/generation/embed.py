@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, GenerationError, describe
 from ..families import family_of
-from ..formats.checkpoint import EMBEDDING_FILES
+from ..formats.checkpoint import PROMPTS_FILE
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
 from ..system.json_file import is_present, read_json_object
@@ -82,7 +82,7 @@ def default_prompt(path: Path | None) -> str:
 
 def _read_prompts(path: Path | None) -> tuple[dict[str, str], str | None]:
     folder = path if path is None or path.is_dir() else path.parent
-    if folder is None or not is_present(file := folder / EMBEDDING_FILES[-1]):
+    if folder is None or not is_present(file := folder / PROMPTS_FILE):
         return {}, None
     raw = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES, folder)
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")

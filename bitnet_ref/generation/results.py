@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, TypeVar
 
 from ..backends.paged_cache import EngineKVCache
+from ..errors import count_of
 from .overflow import Spans
 
 SHOWN_CHARACTERS = 60  # of a text in a repr
@@ -135,9 +136,10 @@ class GenerationStats:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
     def __repr__(self) -> str:
+        prompt = count_of(self.prompt_tokens, "prompt token")
         return (
-            f"<GenerationStats {self.backend}: {self.prompt_tokens} prompt tokens at {self.prompt_tokens_per_s:.1f}"
-            f" tok/s, {self.generated_tokens} new at {self.generated_tokens_per_s:.1f} tok/s>"
+            f"<GenerationStats {self.backend}: {prompt} at {self.prompt_tokens_per_s:.1f} tok/s, "
+            f"{self.generated_tokens} new at {self.generated_tokens_per_s:.1f} tok/s>"
         )
 
 
@@ -173,7 +175,7 @@ class Generation:
         return kept[-1][1] - sum(stop - start for start, stop in kept)
 
     def _summary(self) -> str:
-        return f"{len(self.token_ids)} tokens, finish_reason {self.finish_reason!r}"
+        return f"{count_of(len(self.token_ids), 'token')}, finish_reason {self.finish_reason!r}"
 
     def __repr__(self) -> str:
         return f"<Generation {_shorten(self.text)!r}: {self._summary()}>"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..backends.backend import DrawRule, Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
-from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
+from ..errors import ContextOverflow, GenerationError, TokenizerError, count_of, describe
 from ..families.lora import Adapter
 from ..reference.cache import TokenIds
 from ..reference.layers import Floats
@@ -79,15 +79,16 @@ class Request:
         asked = self.params.max_tokens
         wanted = min(DEFAULT_MAX_TOKENS, limit) if asked is None else asked
         if policy == "error" and (room < 1 or wanted > room):
+            size = count_of(len(self.given), "token")
             whose = "model" if self.params.window is None else "window"
             if room < 1:
                 raise ContextOverflow(
-                    f"{name} has {len(self.given)} tokens, and the {whose}'s context of {context} leaves no room for "
+                    f"{name} has {size}, and the {whose}'s context of {context} leaves no room for "
                     "a new one; shorten it, or see overflow='truncate'",
                     mentions=["overflow='truncate'"],
                 )
             raise ContextOverflow(
-                f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the {whose}'s context "
+                f"{name} has {size} and max_tokens is {wanted}, but the {whose}'s context "
                 f"is {context}; lower max_tokens to {room}, shorten the prompt, or see overflow='truncate'",
                 mentions=["max_tokens", "max_tokens", "overflow='truncate'"],
             )

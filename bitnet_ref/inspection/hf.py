@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError, FormatError
 from ..families import config_to_dict
 from ..formats.checkpoint import Checkpoint, LoadOptions, Progress, linear_shape, scale_convention
-from ..formats.hf.adapter import describe_adapter, find_adapter, read_adapter
+from ..formats.hf.adapter import CONFIG_FILE, describe_adapter, find_adapter, read_adapter
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
@@ -47,10 +47,14 @@ class HfInspector(Inspector):
 
     def run(self) -> Inspection:
         if self.path.is_file() and not (self.folder / "config.json").exists():
+            try:
+                with SafetensorsFile(self.path) as file:
+                    self.out.metadata = dict(file.metadata)
+                    self.add_tensors(stored_tensor(name, info, self.path) for name, info in file.tensors.items())
+            except FormatError as error:
+                self.out.report_error("weights", error)
+                return self.out
             self.out.header_only = True
-            with SafetensorsFile(self.path) as file:  # a broken header is raised: there is nothing else to report
-                self.out.metadata = dict(file.metadata)
-                self.add_tensors(stored_tensor(name, info, self.path) for name, info in file.tensors.items())
             self.out.parameters = self.count_parameters()
             return self.out
         try:
@@ -60,7 +64,9 @@ class HfInspector(Inspector):
                 self.tensors.close()
 
     def list_tensors(self) -> None:
-        if (self.folder / "config.json").exists() or any(self.folder.glob("*.safetensors")):
+        if not is_present(self.folder / "config.json") and is_present(self.folder / CONFIG_FILE):
+            self.out.format = f"LoRA adapter of peft: {CONFIG_FILE} and safetensors"
+        elif (self.folder / "config.json").exists() or any(self.folder.glob("*.safetensors")):
             self.out.format = "Hugging Face: config.json and safetensors"
         self.read_config()
         self.try_part(self.read_adapter)

@@ -23,7 +23,7 @@ from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
-from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull
+from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull, count_of
 from ..families.lora import Adapter
 from ..formats.hf.adapter import read_adapter
 from ..generation.chat import default_reply_tokens
@@ -110,7 +110,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     def __repr__(self) -> str:
         now = self.metrics.snapshot()
-        state = "closed" if self.closed else f"{now['num_requests_running']} requests running"
+        state = "closed" if self.closed else f"{count_of(now['num_requests_running'], 'request')} running"
         return f"<bitnet_ref.Engine of {self.model!r}: {state}, {now['num_requests_waiting']} waiting>"
 
     @expand_params
@@ -141,8 +141,9 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")
         request = Request(self.model, prompt, params)
         if request.capacity > self.cache.capacity:
+            size = count_of(len(request.prompt), "token")
             raise ContextOverflow(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}, but the "
+                f"the prompt has {size} and max_tokens is {request.max_tokens}, but the "
                 f"engine's cache holds {self.cache.capacity} of a request; lower max_tokens, or raise cache_tokens"
             )
         timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
@@ -181,6 +182,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
             for choice in range(sampling.n):
                 handles.append(engine._submit(prompt, priority, timeout_s, sampling, choice=choice))
                 stack.callback(handles[-1].close)
+                prompt = handles[0].prompt_token_ids  # a text is encoded once
             stack.pop_all()
         return handles
 

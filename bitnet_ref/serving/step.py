@@ -19,7 +19,7 @@ from ..backends import Backend
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
-from ..errors import DeviceError, GenerationError, NumericsError, describe_error
+from ..errors import DeviceError, GenerationError, NumericsError, count_of, describe_error
 from ..generation.search import BeamSearch
 from ..generation.stepper import Piece, PlannedPiece, Stepper, StepPlan, Work
 from .metrics import EngineMetrics
@@ -195,7 +195,7 @@ class PagedStepper(Stepper[Job]):
         for ticket in tickets:
             message = (
                 f"request {ticket.number} failed with the {len(tickets)} requests of its step, after "
-                f"{ticket.stats.generated_tokens} tokens{op}"
+                f"{count_of(ticket.stats.generated_tokens, 'token')}{op}"
             )
             self.end(ticket, wrap(message, error), "error")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from ..errors import EngineClosed, GenerationError
+from ..errors import EngineClosed, GenerationError, count_of
 from ..generation.results import GenerationStats, StreamChunk
 from ..generation.search import BeamSearch
 from ..generation.sequence import Request
@@ -222,7 +222,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
 
     def __repr__(self) -> str:
         state = "ended" if self.done else self._ticket.state_name
-        return f"<request {self.request_id}: {state}, {self.stats.generated_tokens} tokens>"
+        return f"<request {self.request_id}: {state}, {count_of(self.stats.generated_tokens, 'token')}>"
 
     @property
     def request_id(self) -> int:

@@ -27,6 +27,7 @@ from ..errors import (
     QueueFull,
     RequestCancelled,
     RequestTimeout,
+    count_of,
     describe_error,
 )
 from ..generation.stepper import PlannedPiece
@@ -298,7 +299,7 @@ class Worker:
     def _run_step(self) -> None:
         while self._to_cancel:
             ticket = self._to_cancel.popleft()
-            message = f"request {ticket.number} was cancelled after {ticket.stats.generated_tokens} tokens"
+            message = f"request {ticket.number} was cancelled after {count_of(ticket.stats.generated_tokens, 'token')}"
             self._end(ticket, RequestCancelled(message), "abort")
         self._expire()
         begin, steps = time.perf_counter(), 0
@@ -333,7 +334,7 @@ class Worker:
             if (ticket := self._alive.get(number)) is not None:
                 error = RequestTimeout(
                     f"request {number} was not finished within {ticket.timeout_s} s; "
-                    f"{ticket.stats.generated_tokens} tokens were generated"
+                    f"it had {count_of(ticket.stats.generated_tokens, 'new token')}"
                 )
                 self._end(ticket, error, "timeout")
 

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from .forks import ForkLock
 
 Shared = TypeVar("Shared")
+_NESTED = ("1_Pooling/config.json", "additional_chat_templates/*.jinja")  # files of a model in folders of its folder
 _PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 
 _guard = ForkLock()
@@ -37,7 +38,8 @@ def model_files(path: Path) -> list[Path]:
     if path.is_file() and path.name.endswith((".gguf", ".bitnet.safetensors")):
         return [file for name in split_names(path.name) if (file := path.with_name(name)).is_file()]
     folder = path if path.is_dir() else path.parent
-    return sorted(file for file in folder.iterdir() if file.is_file()) if path.exists() else []
+    files = (file for pattern in ("*", *_NESTED) for file in folder.glob(pattern) if file.is_file())
+    return sorted(files) if path.exists() else []
 
 
 def split_names(name: str) -> list[str]:

@@ -339,7 +339,8 @@ class Tokenizer(ABC):
         settings, (own_prefix, own_suffix) = self._settings, self._own_affixes()
         if settings.add_bos is None and settings.add_eos is None:
             return own_prefix, own_suffix
-        # As in transformers 5: one explicit flag is enough for both flags to replace what the vocabulary file says.
+        # One explicit flag is enough for both flags to replace what the vocabulary file says. transformers 5 does so
+        # for a tokenizer.model; beside a tokenizer.json it ignores the flags.
         add_bos = self.bos_id in own_prefix if settings.add_bos is None else settings.add_bos
         prefix = [self.bos_id] if add_bos and self.bos_id is not None else []
         named = self._find_named("eos_token", settings.eos_token)

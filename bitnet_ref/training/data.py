@@ -157,15 +157,15 @@ def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file, as it is or compressed as .xz; \\r\\n is a line end too. Raises FormatError, also for a small
-    file of a huge text."""
+    """A UTF-8 text file, as it is or compressed as .xz, without a byte-order mark; \\r\\n is a line end too. Raises
+    FormatError, also for a small file of a huge text."""
     try:
         with open_regular(file, FormatError) as opened:
             data = opened.read()
         data = _decompress(data, file) if file.suffix == ".xz" else data
     except (OSError, lzma.LZMAError, EOFError) as problem:
         raise FormatError(f"cannot be read: {problem}", path=file) from problem
-    return decode_text(data, FormatError, file).replace("\r\n", "\n")
+    return decode_text(data, FormatError, file).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def _decompress(data: bytes, file: Path) -> bytes:

@@ -162,8 +162,8 @@ class FrozenModel:
             for short, weight in layer.linears():
                 module = hf_module(linear_name(index, short))
                 if isinstance(weight, OnLinear):
-                    message = "the model has an adapter on already; load it with adapter='none'"
-                    raise ConfigError(message, field="lora")
+                    message = "has an adapter on already; give its base, or a folder without the adapter's files"
+                    raise ConfigError(f"the model {message} (load: adapter='none')", field="lora")
                 if weight.bias is not None:
                     arrays[f"{module}.bias"] = weight.bias
                 if isinstance(weight, NormedLinear):

@@ -370,8 +370,7 @@ class TrainingRun:
         every = settings.validate_every
         validate = self.validation is not None and (last or (every and self.step % every == 0))
         validation = self.validation_loss() if validate else None
-        done = self.step * settings.batch * settings.context
-        return StepMetrics(self.step, done, loss, validation, lr, weight_decay, norm, tokens / seconds)
+        return StepMetrics(self.step, self.step * tokens, loss, validation, lr, weight_decay, norm, tokens / seconds)
 
     def validation_loss(self) -> float:
         """The mean loss over the first sequences of the validation text."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_similarities_vectors_and_files(tmp_path):
     assert shown.exit_code == 0
     assert [line.split("  ")[-1] for line in shown.stdout.splitlines()] == TEXTS
     assert shown.stdout.startswith(" 1.0000  The cat")
-    (tmp_path / "lines.txt").write_text("\n".join(TEXTS) + "\n\n")
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS) + "\n\n", encoding="utf-8-sig")
     as_json = json.loads(invoke("--file", tmp_path / "lines.txt", "--json").stdout)
     assert (as_json["texts"], as_json["dimensions"], as_json["dtype"]) == (3, 256, "float32")
     np.testing.assert_array_equal(np.array(as_json["vectors"], dtype=np.float32), expected)
@@ -38,6 +39,7 @@ def test_similarities_vectors_and_files(tmp_path):
     written = invoke(*TEXTS, "--out", tmp_path / "v.npy")
     assert written.stderr == f"3 vectors of 256 float32 numbers in {tmp_path / 'v.npy'}\n"
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    assert invoke(TEXTS[0], "--out", tmp_path / "one.npy").stderr.startswith("1 vector of 256 float32 numbers")
     assert invoke(*TEXTS, "--out", tmp_path / "v.jsonl", "--quantize", "ubinary").exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == TEXTS
@@ -96,7 +98,10 @@ def test_modules_that_are_not_done(tmp_path):
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     for target in ("native", "hf-bf16"):
         path = tmp_path / ("x.bitnet.safetensors" if target == "native" else target)
-        convert(folder, path, target)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            convert(folder, path, target)
+        assert ["copy that file beside it" in str(each.message) for each in seen] == [True] * (target == "native")
         np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").embed([5, 6, 7]), vector)
     assert default_prompt(tmp_path / "hf-bf16") == "Q: "
     with pytest.raises(ConfigError, match="GGUF cannot say"):

@@ -140,7 +140,9 @@ def test_exit_codes(error, code):
         (("inspect", "storyteler"), 3, "did you mean storyteller? All names: bitnet-ref list"),
         (("generate", "x", "--model", DATA), 3, "there is no such file; expected config.json, a .gguf"),
         (("crossval", "trace", "storyteller", DATA / "make_golden.py"), 3, "not a safetensors file: its header would"),
-        (("golden", DATA / "make_golden.py"), 3, ".py: is there already; remove it, or give another name"),
+        (("golden", "no/such/folder"), 2, "no/such/folder: there is no folder"),
+        (("golden", DATA), 2, "data: is there already"),
+        (("golden", DATA / "make_golden.py"), 2, ".py: is there already; remove it, or give another name"),
         (
             ("generate", "x", "--temperature", "-1"),
             2,

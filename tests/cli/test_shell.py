@@ -223,7 +223,7 @@ def test_values_of_options(tmp_path):
     ):
         with pytest.raises(click.BadParameter, match="expected"):
             read(context, None, value)
-    (tmp_path / "t").write_text("é", encoding="utf-8")
+    (tmp_path / "t").write_text("é", encoding="utf-8-sig")
     assert generation_options.content_of(f"@{tmp_path / 't'}") == "é"
     assert generation_options.content_of("t@") == "t@"
     (tmp_path / "bad").write_bytes(b"\xff")
@@ -428,6 +428,24 @@ def set_up(monkeypatch):
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(serve_command.logging, "basicConfig", lambda **settings: seen.logs.append(settings))
     return seen
+
+
+SECONDS = "expected a number above 0, at most 1e+09, got "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serve", "--idle-s", "nan"), f"'--idle-s': {SECONDS}nan"),
+        (("serve", "--request-timeout-s", "nan"), f"'--request-timeout-s': {SECONDS}nan"),
+        (("serve", "--drain-s", -5), "'--drain-s': -5 is not in the range x>=0"),
+        (("convert", "a", "b", "--engine-timeout-s", "nan"), "expected a number from 1 to 1e+09, got nan"),
+    ],
+)
+def test_times_have_ranges(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
 
 
 @pytest.mark.parametrize(

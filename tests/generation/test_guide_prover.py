@@ -59,6 +59,8 @@ def test_bad_guides_of_every_kind_are_the_requests_own_error(vocabulary, prover)
             prove(vocabulary, **guide)
         assert caught.value.field == next(iter(guide))
     assert prover.compiled >= 3
+    with pytest.raises(GenerationError, match=r"oneOf constraints are not supported\. Write anyOf$"):
+        prove(vocabulary, guided_json={"oneOf": [{"type": "integer"}, {"type": "number"}]})
 
 
 @pytest.mark.sample(3)

@@ -422,6 +422,17 @@ def test_defaults_that_were_filled_in_are_named(tmp_path):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_file_that_cannot_be_read_has_a_report(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"\xff" * 50)
+    (error,) = inspect_model(file).errors
+    assert (error.type, error.part, error.field) == ("FormatError", "weights", "header length")
+
+
+def test_an_adapter_is_called_one():
+    assert inspect_model(DATA / "adapters/alone/adapter").format.startswith("LoRA adapter of peft")
+
+
 def test_a_file_without_a_config_is_listed(tmp_path):
     file = tmp_path / "weights.safetensors"
     file.write_bytes(safetensors_bytes({"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.uint8)}))

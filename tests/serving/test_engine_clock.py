@@ -143,14 +143,14 @@ def test_a_request_is_late_after_its_time_and_not_in_it(drive):
     assert not waiting.done
     driven.step()
     assert [each.done for each in (running, waiting, last)] == [False, True, False]
-    with pytest.raises(RequestTimeout, match=r"^request 1 was not finished within 1\.0 s; 0 tokens were generated$"):
+    with pytest.raises(RequestTimeout, match=r"^request 1 was not finished within 1\.0 s; it had 0 new tokens$"):
         waiting.result()
     driven.step()
-    with pytest.raises(RequestTimeout, match=r"^request 2 was not finished within 1\.5 s; 0 tokens"):
+    with pytest.raises(RequestTimeout, match=r"^request 2 was not finished within 1\.5 s; it had 0 new tokens"):
         last.result()
     driven.now_s += 0.001
     driven.step()
-    with pytest.raises(RequestTimeout, match=r"^request 0 was not finished within 2\.0 s; 5 tokens were generated$"):
+    with pytest.raises(RequestTimeout, match=r"^request 0 was not finished within 2\.0 s; it had 5 new tokens$"):
         running.result()
     assert driven.engine.metrics.finished["timeout"] == 3
     assert driven.gauges() == (0, 0, 0)

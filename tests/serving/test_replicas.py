@@ -109,6 +109,17 @@ def test_searches_on_a_model_whose_states_no_beam_can_share():
     check(engine)
 
 
+def test_streams_of_one_text_encode_it_once(story, monkeypatch):
+    seen, encode = [], story.tokenizer.encode
+    monkeypatch.setattr(story.tokenizer, "encode", lambda text: seen.append(text) or encode(text))
+    with story.engine(max_batch=4) as engine:
+        texts = [handle.result() for handle in engine.streams("Alice", n=3, temperature=1.0, seed=1, max_tokens=4)]
+    assert [gist(text) for text in texts] == [
+        gist(text) for text in story.generate("Alice", n=3, temperature=1.0, seed=1, max_tokens=4)
+    ]
+    assert seen == ["Alice", "Alice"]
+
+
 def test_beams_obey_the_engines_limits(story):
     with story.engine(max_batch=2, max_queue=4) as engine:
         for params, message in (

@@ -162,6 +162,17 @@ def test_usage_of_several_texts_of_a_prompt(client, running, prompts, limits):
             assert chunks[-2]["usage"].items() >= expected.items()
 
 
+def test_the_form_of_the_answer_is_the_requests_alone(tmp_path):
+    body = {"model": "talker", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    settings = {"sampling": {"n": 2, "echo": True}}
+    with RunningServer({"talker": chat_folder(tmp_path)}, settings=settings) as server:
+        _, _, answer = server.post("/v1/chat/completions", body)
+        _, _, asked = server.post("/v1/chat/completions", {**body, "n": 2})
+    assert [len(each["choices"]) for each in (answer, asked)] == [1, 2]
+    assert answer["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
+    assert "Hello" not in answer["choices"][0]["message"]["content"]
+
+
 @pytest.mark.parametrize("limits", [{"max_tokens": 7}, {"max_tokens": 40, "stop": [" the", "."]}])
 def test_usage_of_several_replies(client, talker, running, limits):
     params = {"model": "talker", "messages": HELLO, "temperature": 1.2, "seed": 5, "n": 3, **limits}

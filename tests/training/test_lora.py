@@ -156,7 +156,7 @@ def test_what_is_refused(config, tmp_path):
     (tmp_path / "other.toml").write_text('[model]\nmodel_type = "llama"\n' + config.read_text())
     with pytest.raises(ConfigError, match="no table"):
         start(tmp_path / "other.toml", tmp_path / "run")
-    with pytest.raises(ConfigError, match="adapter on already"):
+    with pytest.raises(ConfigError, match="adapter on already; give its base"):
         LoraTrainer(model(DATA / "adapters" / "beside"))
     with pytest.raises(ConfigError, match="activations: training has no gradient"):
         LoraTrainer(bitnet_ref.load(DATA / "gguf" / "tq2_0.gguf", backend="numpy", activations="blocks"))

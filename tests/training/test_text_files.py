@@ -19,7 +19,7 @@ def test_compressed_text_is_that_text(tmp_path, form):
 
 
 def test_the_line_ends_of_windows_are_line_ends(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"One.\r\n\r\n\r\nTwo\rlines.\r\n")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne.\r\n\r\n\r\nTwo\rlines.\r\n")
     assert data.read_text(tmp_path / "a.txt") == "One.\n\n\nTwo\rlines.\n"
 
 

@@ -746,6 +746,34 @@ def test_a_model_with_many_more_tokens_than_its_tokenizer_is_warned_of(tmp_path)
         start(path, tmp_path / "loud")
 
 
+def test_a_text_shorter_than_a_window(config, tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(4, dtype=np.uint16))
+    start(config, tmp_path / "run").run()
+    batch = read_run(config)[0].batch
+    assert [int(row["tokens"]) for row in rows_of(tmp_path / "run")[:2]] == [3 * batch, 6 * batch]
+
+
+def test_the_shell_says_how_to_go_on(config, tmp_path, monkeypatch):
+    command = ["train", str(config), "--out", str(tmp_path / "run")]
+    one_step = TrainingRun._one_step
+
+    def interrupted(run):
+        if run.step == 5:
+            raise KeyboardInterrupt
+        return one_step(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "_one_step", interrupted)
+        run = CliRunner().invoke(cli, command)
+    assert run.exit_code == 130
+    words = run.stderr.strip().splitlines()[-1]
+    assert words.endswith(f"{' '.join(command)} --resume")
+    run = CliRunner().invoke(cli, [*command, "--resume"])
+    assert (run.exit_code, run.stderr.splitlines()[0].rpartition(", ")[2]) == (0, "steps 5 to 12")
+    run = CliRunner().invoke(cli, [*command, "--resume"])
+    assert (run.exit_code, run.stderr) == (2, "Error: --steps: the run is finished: 12 of 12 steps are done\n")
+
+
 def test_the_shell_trains_and_generates(tmp_path):
     (tmp_path / "story.txt").write_text(STORY)
     run = CliRunner()

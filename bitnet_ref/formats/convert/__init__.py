@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import BitNetRefError, ConfigError, FormatError, StorageError, TokenizerError, require
+from ...errors import BitNetRefError, ConfigError, ConfigWarning, FormatError, StorageError, TokenizerError, require
 from ...reference.config import ModelConfig
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
-from ..checkpoint import Checkpoint, LoadOptions, Progress, merge_adapter
+from ..checkpoint import PROMPTS_FILE, Checkpoint, LoadOptions, Progress, has_prompts, merge_adapter
 from ..gguf.config import architecture
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
@@ -191,6 +192,9 @@ def convert(
                 raise FormatError(f"what was written cannot be read: {message}", path=path) from problem
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
+    if has_prompts(checkpoint.path) and not has_prompts(path):
+        message = f"{path}: {to} has no place for {PROMPTS_FILE}; copy that file beside it, where embed reads it"
+        warnings.warn(message, ConfigWarning, stacklevel=2)
     return proof
 
 
@@ -248,7 +252,9 @@ def fits(
         for number, (name, target) in enumerate(TARGETS.items(), 1):
             path = Path(folder) / f"model{target.suffix or ''}"
             try:
-                proof = convert(source, path, name, options=options, tl_tiles=tl_tiles, compute=False)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ConfigWarning)  # nothing is kept
+                    proof = convert(source, path, name, options=options, tl_tiles=tl_tiles, compute=False)
             except StorageError:
                 raise
             except BitNetRefError as error:

@@ -144,6 +144,9 @@ class Keys:
     def ignore(self, *keys: str) -> None:
         self.read.update(keys)
 
+    def doubt(self, key: str, message: str) -> None:
+        self.doubts.append(Doubt(key, message))
+
     def rope(self, raw: Mapping[str, Any] | None = None, theta_key: str = "rope_theta") -> RopeConfig:
         raw = self.raw if raw is None else raw
         rope = _rope(raw, self.get(theta_key, 10000.0), self.get("max_position_embeddings"))

@@ -77,7 +77,8 @@ class Asked:
             raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
         prove_guide(engine.config.params(self.params), engine.model.vocabulary)
         choices: list[Choice] = []
-        options: dict[str, Any] = {"priority": self.priority, "timeout_s": timeout_s, **self.params}
+        form = {"n": 1, "echo": False}  # of the answer, which the request alone decides
+        options: dict[str, Any] = {"priority": self.priority, "timeout_s": timeout_s, **form, **self.params}
         beams = self.params.get("n", 1) if self.params.get("num_beams", 1) > 1 else 0
         try:
             for prompt in self.prompts:
