@@ -101,9 +101,9 @@ def test_a_timeout_ends_a_request_that_waits_and_one_that_runs(engine):
     slow = engine.submit(
         "Alice", max_tokens=200, timeout_s=0.05, processors=[lambda ids, logits: time.sleep(0.01) or logits]
     )
-    with pytest.raises(RequestTimeout, match=r"request 0 was not finished within 0\.05 s; [1-9]\d* tokens"):
+    with pytest.raises(RequestTimeout, match=r"request 0 was not finished within 0\.05 s; it had [1-9]\d* new tokens?"):
         slow.result()
-    with pytest.raises(RequestTimeout, match="; 0 tokens"):
+    with pytest.raises(RequestTimeout, match="; it had 0 new tokens"):
         engine.submit("Alice", timeout_s=1e-9).result()
     assert engine.metrics.finished["timeout"] == 2
     with pytest.raises(TimeoutError):
