@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import printable
+from ..errors import count_of, printable
 from ..families.family import widest_window
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
@@ -345,14 +345,15 @@ class Walk:
         if self.engine_dtype in NARROW_FLOATS:
             engine = NARROW_FLOATS[self.engine_dtype]
             relative, reason = engine.relative_l2, f"an engine in {self.engine_dtype}, relative L2: {engine.reason}"
-            relative_l2, kept = d.relative_l2, ~self.rerouted[first_row:]
-            if not relative_l2 <= engine.relative_l2 and d.finite and kept.any() and not kept.all():
-                r, c = (x[:][:, kept][:, :, kept] if by_head else x[:][kept] for x in (mine, theirs))
-                relative_l2 = measure(r, c, allowed[first_row:][kept], by_head, floor=float(by_head)).relative_l2
+            relative_l2 = d.relative_l2
+            judged = ~self.rerouted[first_row:]  # tokens
+            if not relative_l2 <= engine.relative_l2 and d.finite and judged.any() and not judged.all():
+                r, c = (x[:][:, judged][:, :, judged] if by_head else x[:][judged] for x in (mine, theirs))
+                relative_l2 = measure(r, c, allowed[first_row:][judged], by_head, floor=float(by_head)).relative_l2
                 why = f"{relative_l2:.2g} without tokens {listed(list(map(str, np.flatnonzero(self.rerouted))))}"
                 why += f", which rounding to {self.engine_dtype} may give to other experts"
             if not relative_l2 <= engine.relative_l2:
-                status, token = DIFFERS, _first((d.row_l2 > engine.relative_l2) & kept)
+                status, token = DIFFERS, _first((d.row_l2 > engine.relative_l2) & judged)
             excess = relative_l2 / engine.relative_l2
         else:
             status, token, why = self._status(name, kind, d, reached, mine, theirs, depth)
@@ -492,7 +493,7 @@ def is_last_token(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
 
 def count_tensors(names: Collection[str]) -> str:
     """How many they are: "6 tensors"."""
-    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+    return count_of(len(names), "tensor")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -360,7 +360,7 @@ class HfKeys(Protocol):
         """Keys that this family's class does not read although they look as if they changed what it computes."""
 
     def doubt(self, key: str, message: str) -> None:
-        """Warn of a key that is read, or not read, otherwise than its author may have meant."""
+        """Warn that `key` may not be read as the author of the file meant it."""
 
     def rope(self, raw: Mapping[str, Any] | None = None, theta_key: str = "rope_theta") -> RopeConfig:
         """The RoPE that `raw` (None: the file) describes, by rope_scaling or rope_parameters."""

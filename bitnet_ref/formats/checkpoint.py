@@ -31,6 +31,7 @@ from ..reference.layers import Floats
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from ..system.options import FLAG, Values, choice, option, read_options
+from ..system.sharing import folder_of
 from ..tokenizers.settings import TOOL_TEMPLATE
 from .binary_file import Closeable
 from .gguf.i2_s import LAYOUTS
@@ -242,10 +243,6 @@ def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
     """The tokenizer's files in a folder: file name -> bytes. Raises TokenizerError."""
     names = [name for name in TOKENIZER_FILES if is_present(folder / name)]
     return {name: read_bounded(folder / name, TokenizerError, MAX_TOKENIZER_BYTES, folder) for name in names}
-
-
-def folder_of(model: Path) -> Path:
-    return model if model.is_dir() else model.parent
 
 
 def has_prompts(model: Path) -> bool:

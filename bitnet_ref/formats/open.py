@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, FormatError, RegistryError
 from ..system.json_file import stays_inside
+from ..system.sharing import folder_of
 from .checkpoint import Checkpoint, LoadOptions
 from .hf.adapter import NO_ADAPTER, describe_adapter, read_adapter
 
@@ -195,7 +196,7 @@ def read_config(model: str | os.PathLike[str], allow_unquantized: bool = False) 
         return read_folder_config(path, allow_unquantized)
     name, path = choose_format(path)
     if name == "hf":
-        return read_folder_config((path if path.is_dir() else path.parent) / "config.json", allow_unquantized)
+        return read_folder_config(folder_of(path) / "config.json", allow_unquantized)
     with open_checkpoint(path, LoadOptions(allow_unquantized=allow_unquantized)) as checkpoint:
         return checkpoint.config
 

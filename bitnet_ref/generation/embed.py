@@ -15,6 +15,7 @@ from ..formats.checkpoint import PROMPTS_FILE
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
 from ..system.json_file import is_present, read_json_object
+from ..system.sharing import folder_of
 from .generate import Prompt, Prompts, split_prompts
 
 PRECISIONS = ("int8", "uint8", "binary", "ubinary")  # sentence-transformers' names
@@ -81,7 +82,7 @@ def default_prompt(path: Path | None) -> str:
 
 
 def _read_prompts(path: Path | None) -> tuple[dict[str, str], str | None]:
-    folder = path if path is None or path.is_dir() else path.parent
+    folder = None if path is None else folder_of(path)
     if folder is None or not is_present(file := folder / PROMPTS_FILE):
         return {}, None
     raw = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES, folder)

@@ -105,15 +105,16 @@ def split_by_longest(tokens: Sequence[bytes]) -> Callable[[str], list[int]]:
     >>> split_by_longest([b"a", b"ab", b"", b"ab", b"c"])("abca")
     [1, 4, 0]
     """
-    ids = {data: token for token, data in reversed(list(enumerate(tokens))) if data}  # of equal ones the first
+    token_of = {data: token for token, data in reversed(list(enumerate(tokens))) if data}  # of equal ones the first
     lengths = range(max(map(len, tokens), default=0), 0, -1)
 
     def split(text: str) -> list[int]:
-        data, place, found = text.encode(), 0, list[int]()
-        while length := next((size for size in lengths if data[place : place + size] in ids), 0):
-            found.append(ids[data[place : place + length]])
+        data, place = text.encode(), 0
+        ids: list[int] = []
+        while length := next((size for size in lengths if data[place : place + size] in token_of), 0):
+            ids.append(token_of[data[place : place + length]])
             place += length
-        return found
+        return ids
 
     return split
 

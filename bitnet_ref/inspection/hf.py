@@ -23,6 +23,7 @@ from ..formats.packing import split_ternary
 from ..formats.safetensors import SafetensorsFile
 from ..reference.weights import DenseWeight, LinearWeight
 from ..system.json_file import is_present
+from ..system.sharing import folder_of
 from ..tokenizers import Tokenizer, load_tokenizer
 from .facts import Inspection, StoredTensor
 from .inspector import Inspector, blocks_of, stored_tensor
@@ -41,7 +42,7 @@ class HfInspector(Inspector):
 
     def __init__(self, path: Path, options: LoadOptions | None = None, progress: Progress | None = None) -> None:
         super().__init__(path, options, progress)
-        self.folder = path if path.is_dir() else path.parent
+        self.folder = folder_of(path)
         self.tensors: CheckpointTensors | None = None
         self.group_size: Any = None  # that config.json names for MLX's matrices
 

@@ -37,9 +37,13 @@ def model_files(path: Path) -> list[Path]:
     None once the path is gone."""
     if path.is_file() and path.name.endswith((".gguf", ".bitnet.safetensors")):
         return [file for name in split_names(path.name) if (file := path.with_name(name)).is_file()]
-    folder = path if path.is_dir() else path.parent
-    files = (file for pattern in ("*", *_NESTED) for file in folder.glob(pattern) if file.is_file())
+    files = (file for pattern in ("*", *_NESTED) for file in folder_of(path).glob(pattern) if file.is_file())
     return sorted(files) if path.exists() else []
+
+
+def folder_of(model: Path) -> Path:
+    """The folder that a model is, or in which its file lies."""
+    return model if model.is_dir() else model.parent
 
 
 def split_names(name: str) -> list[str]:

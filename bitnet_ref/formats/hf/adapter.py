@@ -22,6 +22,7 @@ from ...families.lora import LoraTerm
 from ...reference.config import ModelConfig
 from ...reference.weights import linear_name
 from ...system.json_file import is_present, read_json_object
+from ...system.sharing import folder_of
 from ..binary_file import first_not_finite
 from ..checkpoint import linear_shape
 from ..names import HF_PREFIXES
@@ -77,7 +78,7 @@ def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path
     asked: `LoadOptions.adapter`. The model may be the name that an adapter has for its base. What lies beside a .gguf,
     an .onnx or a native file is not meant for it. Raises FormatError, ConfigError.
     """
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(path)
     if asked is not None and os.fspath(asked) != NO_ADAPTER:
         return path, _folder_of(Path(asked))
     if is_present(path / CONFIG_FILE) and not is_present(path / "config.json"):  # an adapter and no model
@@ -90,7 +91,7 @@ def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path
 
 
 def _folder_of(path: Path) -> Path:
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(path)
     if not is_present(folder / CONFIG_FILE):
         raise FormatError(f"there is no {CONFIG_FILE}, as an adapter of peft has it", path=path)
     return folder

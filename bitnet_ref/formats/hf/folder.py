@@ -25,6 +25,7 @@ from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
+from ...system.sharing import folder_of
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
     EMBEDDING_FILES,
@@ -229,7 +230,7 @@ class HfCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, options: LoadOptions | None = None, config: ModelConfig | None = None) -> None:
         self.path = path
-        self.folder = path if path.is_dir() else path.parent
+        self.folder = folder_of(path)
         allow = options is not None and options.allow_unquantized
         if config is None:
             if options is None or options.adapter is None:  # else the caller knows of it

@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import ConfigError, FormatError
 from ...reference.config import ModelConfig
 from ...system.json_file import read_bounded
-from ...system.sharing import date_of, model_files
+from ...system.sharing import date_of, folder_of, model_files
 from ..gguf.file import open_gguf
 from ..open import open_checkpoint
 from .names import MODEL_CARD
@@ -53,7 +53,7 @@ def licence_of(path: Path) -> str | None:
         if isinstance(licence, str):
             return licence[:64]
     try:
-        card = read_bounded((path if path.is_dir() else path.parent) / MODEL_CARD, FormatError, MAX_CARD_BYTES)
+        card = read_bounded(folder_of(path) / MODEL_CARD, FormatError, MAX_CARD_BYTES)
     except (FormatError, ConfigError):
         return None
     front = _FRONT_MATTER.match(card.decode(errors="replace").replace("\r\n", "\n"))

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import FormatError
 from ...system.atomic import atomic_path, explain_os_errors, sync, write_file
 from ...system.json_file import read_json_object
+from ...system.sharing import folder_of
 from .hub_cache import WEIGHTS, repository_folder
 from .links import home, linked_path, set_link
 from .names import is_reference
@@ -78,7 +79,7 @@ def move_old_store() -> list[tuple[str, Path]]:
                     name = f"{name}-{entry['digest'][:8]}"
                 set_link(name, path)
             moved.append((name, path))
-        used = {path if path.is_dir() else path.parent for _, path in moved}
+        used = {folder_of(path) for _, path in moved}
         for folder in (home() / "incoming", *(models / entry["digest"] for entry in entries)):
             if folder.exists() and folder not in used:
                 shutil.rmtree(folder)
