@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +42,15 @@ class Closeable:
 
     def close(self) -> None:
         raise NotImplementedError
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """For what comes after opening: an error that is raised inside closes it."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 class BinaryFile(Closeable):

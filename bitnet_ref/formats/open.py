@@ -151,13 +151,10 @@ def open_checkpoint(path: Path, options: LoadOptions | None = None) -> Checkpoin
     checkpoint = _open(path, options)
     checkpoint.dense = "stored" if options is None else options.dense
     if options is not None and options.adapter is not None and os.fspath(options.adapter) != NO_ADAPTER:
-        try:
-            folder = Path(options.adapter)
+        folder = Path(options.adapter)
+        with checkpoint.closed_on_error():
             checkpoint.adapter = read_adapter(folder, checkpoint.config)
             checkpoint.evidence.append(describe_adapter(folder, checkpoint.adapter))
-        except BaseException:
-            checkpoint.close()
-            raise
     return checkpoint
 
 

@@ -63,12 +63,9 @@ class SafetensorsFile(BinaryFile):
 
     def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
         super().__init__(path, folder)
-        try:
-            self.metadata: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
+        with self.closed_on_error():
             self.tensors = self._read_header()
-        except BaseException:
-            self.close()
-            raise
 
     def read(self, name: str) -> Array:
         """The tensor as stored (bfloat16 as ml_dtypes.bfloat16)."""
@@ -218,12 +215,9 @@ class SafetensorsWriter(Closeable):
         self._unwritten = set(layout)
         check_space(Path(path), self._start + end)
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
-        try:
+        with self.closed_on_error():
             self._write_all(struct.pack("<Q", len(text)) + text)
             self._file.truncate(self._start + end)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         self._file.close()

@@ -79,11 +79,8 @@ class GgufFile(BinaryFile):
         super().__init__(path, folder)
         self.further: list[GgufFile] = []
         self._holders: dict[str, GgufFile] = {}  # of the tensors that are in another file
-        try:
+        with self.closed_on_error():
             header = _Header(self)
-        except BaseException:
-            self.close()
-            raise
         self.version, self.alignment = header.version, header.alignment
         self.typed: dict[str, Typed] = header.typed
         self.tensors: dict[str, GgufTensor] = header.tensors

@@ -77,9 +77,9 @@ class GgufCheckpoint(Checkpoint):
         self.options = options or LoadOptions()
         self.evidence: list[str] = []
         self.file = open_gguf(path)
-        try:
-            self.metadata, self.typed = self.file.metadata, self.file.typed
-            self._tiles: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.metadata, self.typed = self.file.metadata, self.file.typed
+        self._tiles: dict[tuple[int, int], tuple[int, int, int]] = {}
+        with self.closed_on_error():
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence, self.options.activations)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
@@ -92,9 +92,6 @@ class GgufCheckpoint(Checkpoint):
             self._i2_s_layout = find_i2_s_layout(
                 self.file, self.config, self.options.i2_s_layout, self.norm, self.evidence
             )
-        except BaseException:
-            self.close()
-            raise
 
     def _describe_inputs(self) -> None:
         """A sentence about matrices in blocks whose inputs are floats here and 8 bits in llama.cpp."""

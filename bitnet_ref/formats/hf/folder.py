@@ -72,11 +72,8 @@ class CheckpointTensors(Closeable):
         self._files: dict[str, SafetensorsFile] = {}
         self.metadata: dict[str, str] = {}  # of a checkpoint that is one file
         self.taken: set[str] = set()
-        try:
+        with self.closed_on_error():
             self._open(path)
-        except BaseException:
-            self.close()
-            raise
         self.prefix = next((each for each in HF_PREFIXES if f"{each}embed_tokens.weight" in self), HF_PREFIXES[0])
 
     def close(self) -> None:
@@ -241,22 +238,19 @@ class HfCheckpoint(Checkpoint):
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
         layers, names = self.config.num_hidden_layers, self.tensors.names
-        try:
+        with self.closed_on_error():
             if config is None and layers > len(names):  # before anything is counted or named layer by layer
                 message = f"{self.folder / 'config.json'} says {layers} layers, and there are {len(names)} tensors"
                 raise FormatError(message, path=self.tensors.main, field="num_hidden_layers")
             check_room(self.config, sum(self.tensors.info(name).nbytes for name in names), self.tensors.main)
-        except FormatError:
-            self.close()
-            raise
-        if self.config.quantization is None and any(name.endswith("q_proj.norm.weight") for name in names):
-            # BitNet-Embedding: masters of BitLinears, each with a norm inside, which only the tensors' names show
-            online = QuantizationConfig("autobitlinear", "online", use_rms_norm=True)
-            self.config = replace(self.config, quantization=online)
-        self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
-        self.evidence: list[str] = self._describe_left_out()
-        if any(name.endswith(".scales") for name in names):
-            self._read_packing(options or LoadOptions())
+            if self.config.quantization is None and any(name.endswith("q_proj.norm.weight") for name in names):
+                # BitNet-Embedding: masters of BitLinears, each with a norm inside, which only the tensors' names show
+                online = QuantizationConfig("autobitlinear", "online", use_rms_norm=True)
+                self.config = replace(self.config, quantization=online)
+            self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
+            self.evidence: list[str] = self._describe_left_out()
+            if any(name.endswith(".scales") for name in names):
+                self._read_packing(options or LoadOptions())
         moved = [name for name in names if name.endswith(".conv1d.weight")]
         # mlx-lm writes Qwen3.5 with the axes of its convolution in another order, and then with the 1 of norms added
         self._norms_are_whole = bool(moved) and self.tensors.info(moved[0]).shape[-1:] == (1,)
@@ -273,17 +267,13 @@ class HfCheckpoint(Checkpoint):
     def _read_packing(self, options: LoadOptions) -> None:
         """What config.json says about matrices that other tools have packed."""
         raw = read_json_object(self.folder / "config.json", ConfigError, MAX_CONFIG_BYTES, self.folder)
-        try:
-            if words := describe_mlx(raw):
-                self.evidence.append(words)
-            if raw.get("model_type") == HADAMARD_TYPE:
-                stored = read_hadamard_modules(self.folder, raw, self.tensors)
-                names = ("embedding", *all_linears(self.config))
-                by_module = {name: stored.get(self._module(name)) for name in names}
-                self.set_bases({name: basis for name, basis in by_module.items() if basis is not None}, options)
-        except BaseException:
-            self.close()
-            raise
+        if words := describe_mlx(raw):
+            self.evidence.append(words)
+        if raw.get("model_type") == HADAMARD_TYPE:
+            stored = read_hadamard_modules(self.folder, raw, self.tensors)
+            names = ("embedding", *all_linears(self.config))
+            by_module = {name: stored.get(self._module(name)) for name in names}
+            self.set_bases({name: basis for name, basis in by_module.items() if basis is not None}, options)
 
     def _place(self, name: str) -> LinearPlace:
         """Where these files have a linear or "embedding"; mlx-lm stacks the experts of a layer in one tensor."""

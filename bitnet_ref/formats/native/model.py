@@ -80,8 +80,8 @@ class NativeCheckpoint(Checkpoint):
         self.path, self.kind = path, "native"
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
-        try:
-            self.metadata = self.tensors.metadata
+        self.metadata = self.tensors.metadata
+        with self.closed_on_error():
             self._check_version()
             self.config = self._read_config()
             names = ("embedding", *all_linears(self.config))
@@ -89,9 +89,6 @@ class NativeCheckpoint(Checkpoint):
             self.set_bases(bases, options or LoadOptions())
             if options is not None and options.verify:
                 self.verify()
-        except BaseException:
-            self.close()
-            raise
         base3 = sum(name.endswith(".trits") for name in self.tensors.names)
         planes = base3 + sum(name.endswith(".packed") for name in self.tensors.names)
         self.evidence = [f"{planes} ternary planes, {base3} of them in base 3"]
