@@ -21,7 +21,7 @@ from ..system.lazy import lazy_property
 from .files import check_unicode
 from .settings import TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
-from .templates.chat_template import BITNET_2B4T_TEMPLATE, ChatTemplate, compile_template, copy_messages
+from .templates.chat_template import BITNET_2B4T_TEMPLATE, compile_template, copy_messages
 
 MAX_TOKEN_CHARACTERS = 1 << 14  # the longest published ones have about 500
 MAX_DECODED_BYTES = 1 << 29
@@ -235,10 +235,9 @@ class Tokenizer(ABC):
         Raises TokenizerError: a bad message, a template that fails or does too much work, or no template at all.
         """
         messages = copy_messages(messages)
-        template = self._compiled_template if chat_template is None else compile_template(chat_template)
-        if chat_template is None and tools and self._settings.tool_template is not None:
-            template = self._compiled_tool_template
-        if template is None:
+        own = self.template_for(with_tools=bool(tools)), self._settings.path
+        source, path = own if chat_template is None else (chat_template, None)
+        if source is None:
             raise TokenizerError(
                 "this tokenizer has no chat template, which says how the model expects a conversation: "
                 "write the prompt yourself and use encode(), or put a chat_template.jinja beside the tokenizer",
@@ -248,22 +247,13 @@ class Tokenizer(ABC):
         for key, number in (("bos_token", self.bos_id), ("eos_token", next(iter(self.eos_ids), None))):
             names[key] = self._token(number) if names[key] is None and number is not None else names[key]
         specials = {key: token for key, token in names.items() if token is not None}
-        text = template.render(
+        text = compile_template(source, path).render(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables, **specials
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
-
-    @lazy_property
-    def _compiled_template(self) -> ChatTemplate | None:
-        source = self.chat_template
-        return None if source is None else ChatTemplate(source, path=self._settings.path)
-
-    @lazy_property
-    def _compiled_tool_template(self) -> ChatTemplate:
-        return ChatTemplate(self._settings.tool_template or "", path=self._settings.path)
 
     def _check_text(self, text: object, name: str) -> str:
         if not isinstance(text, str):

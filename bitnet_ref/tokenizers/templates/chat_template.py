@@ -121,6 +121,6 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=16)
-def compile_template(source: str) -> ChatTemplate:
-    """A template that was given as text. Raises TokenizerError."""
-    return ChatTemplate(source)
+def compile_template(source: str, path: AnyPath = None) -> ChatTemplate:
+    """`ChatTemplate`, of which the last ones are kept."""
+    return ChatTemplate(source, path=path)
