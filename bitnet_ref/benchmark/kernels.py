@@ -12,10 +12,11 @@ from ..backends import Backend, available_backends, choose_backend
 from ..backends.cpu.backend import CythonBackend
 from ..backends.cpu.extension import layouts_for, simd_variants
 from ..errors import ShapeError
+from ..formats.checkpoint import Progress, ticker
 from ..reference.weights import LinearWeight
 from .limits import MemoryReader, last_level_cache_bytes
 from .synthetic import random_ternary_weight
-from .timing import Action, Conditions, Progress, Record, Timing, Watch, count_steps, ratio, take_turns
+from .timing import Action, Conditions, Record, Timing, Watch, ratio, take_turns
 from .validate import Check, Expected, check_linear
 
 SHAPES_2B_4T = ((2560, 2560), (640, 2560), (6912, 2560), (2560, 6912))  # (N, K): q and o, k and v, gate and up, down
@@ -141,7 +142,7 @@ def measure_kernels(
     cache_bytes = last_level_cache_bytes() if cache_bytes is None else cache_bytes
     rng = np.random.default_rng(0)
     results: list[KernelResult] = []
-    tick = count_steps(progress, len(shapes) * len(tokens))
+    tick = ticker(progress, len(shapes) * len(tokens))
     for n_out, n_in in shapes:
         weight = random_ternary_weight(rng, n_out, n_in)
         expected = Expected.of(rng.standard_normal((max(tokens), n_in), dtype=np.float32), weight)

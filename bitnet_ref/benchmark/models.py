@@ -21,6 +21,7 @@ from ..crossval.metrics import measure_logits
 from ..errors import GenerationError
 from ..families import config_to_dict, family_of
 from ..families.linear_norms import model_norms
+from ..formats.checkpoint import Progress, ticker
 from ..generation.results import Generation
 from ..generation.sampling import log_probability
 from ..notebook.profiling import Profile
@@ -29,7 +30,7 @@ from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights
 from ..system.memory import peak_memory_bytes
 from .limits import MemoryReader, last_level_cache_bytes, peak_of
-from .timing import Conditions, Progress, Record, Sample, Statistic, Stopwatch, Timing, Watch, count_steps, ratio
+from .timing import Conditions, Record, Sample, Statistic, Stopwatch, Timing, Watch, ratio
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
@@ -216,7 +217,7 @@ def measure_model(
         asked = f"{prompt_tokens} prompt tokens and {new_tokens} new ones"
         raise GenerationError(f"expected at least 1 of each and at most {context} together, got {asked}")
     watch, stopwatch = Watch(), Stopwatch()
-    tick = count_steps(progress, 1 + PROMPT_REPEATS + new_tokens)
+    tick = ticker(progress, 1 + PROMPT_REPEATS + new_tokens)
     prompt = random_prompt(model, prompt_tokens)
     check = check_model(model, prompt)
     tick()

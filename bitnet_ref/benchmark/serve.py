@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..errors import GenerationError, QueueFull
+from ..formats.checkpoint import Progress, ticker
 from ..generation import Generation
 from ..serving import Engine, EngineConfig
-from .timing import Conditions, Progress, Record, Stopwatch, Watch, count_steps
+from .timing import Conditions, Record, Stopwatch, Watch
 
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the capacity: the default rates
 CHECKED = 4  # requests
@@ -136,7 +137,7 @@ def measure_serve(
     if not all(rate > 0 for rate in rates_per_s):
         raise GenerationError(f"expected requests per second, numbers > 0, got {list(rates_per_s)}", field="rates")
     watch, requests = Watch(), load.draw(model.config.vocab_size)
-    tick = count_steps(progress, 2 + (len(rates_per_s) or len(SHARES)))
+    tick = ticker(progress, 2 + (len(rates_per_s) or len(SHARES)))
     equal = equals_alone(model, config, requests)
     bench = ServeBench(model.backend.name, model.backend.threads, equal, min(CHECKED, len(requests)), load, config)
     tick()

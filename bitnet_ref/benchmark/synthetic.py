@@ -21,11 +21,10 @@ from ..families.groups import GroupTernaryWeight
 from ..families.linear_norms import put_norm
 from ..families.moe import CLAMP, MapleConfig
 from ..families.qwen import Qwen3Config
-from ..formats.checkpoint import Checkpoint, linear_shape, norm_size, read_weights
+from ..formats.checkpoint import Checkpoint, Progress, linear_shape, norm_size, read_weights
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight
-from .timing import Progress
 
 _BITNET = ModelConfig(
     model_type="bitnet",

@@ -7,7 +7,6 @@ compared by it. `Watch` says whether the machine was quiet.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
@@ -26,21 +25,9 @@ MAX_CALLS = 1000
 PROC_STAT = Path("/proc/stat")
 DISTURBED = 0.1  # a share of the machine that others keep busy, or of the time that a process waits for a processor
 
-Progress = Callable[[int, int], None]  # called with (steps done, steps in all)
 Action = Callable[[], object]
 Statistic = Literal["best_s", "median_s"]
 T = TypeVar("T")
-
-
-def count_steps(progress: Progress | None, total: int) -> Callable[[], None]:
-    """A function that reports one more step done each time it is called."""
-    steps = itertools.count(1)
-
-    def tick() -> None:
-        if progress is not None:
-            progress(next(steps), total)
-
-    return tick
 
 
 class Record:

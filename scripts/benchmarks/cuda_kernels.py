@@ -24,11 +24,12 @@ from bitnet_ref.backends.cuda.rows import linear_of_row, row_launch, takes_row
 from bitnet_ref.backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
 from bitnet_ref.backends.cuda.workspace import Arena, Workspace
 from bitnet_ref.benchmark.synthetic import random_ternary_weight
-from bitnet_ref.benchmark.timing import Progress, Record, Sample, Timing, count_steps
+from bitnet_ref.benchmark.timing import Record, Sample, Timing
 from bitnet_ref.benchmark.validate import Check, count_unequal
 from bitnet_ref.cli.bench_shared import WholeNumbers, differs, draw_by_shape, in_time, report_bench, shape_option
 from bitnet_ref.cli.shell import LoadingBar, common_options, size_in_words
 from bitnet_ref.errors import ShapeError
+from bitnet_ref.formats.checkpoint import Progress, ticker
 from bitnet_ref.reference import quantization
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def measure_cuda_kernels(
     ws, kernels = Workspace(device), TernaryKernels(device)
     timer = LaunchTimer(ws, copy_bytes, repeats)
     results: list[CudaKernelResult] = []
-    tick = count_steps(progress, len(shapes) * len(tokens))
+    tick = ticker(progress, len(shapes) * len(tokens))
     for n_out, n_in in shapes:
         weight = random_ternary_weight(rng, n_out, n_in)
         first = kernels.prepare(weight)

@@ -37,12 +37,13 @@ from bitnet_ref.backends import choose_backend
 from bitnet_ref.backends.cuda import open_device
 from bitnet_ref.benchmark.models import bytes_of_step
 from bitnet_ref.benchmark.synthetic import SHAPES, synthetic_model
-from bitnet_ref.benchmark.timing import Progress, Record, Sample, Timing
+from bitnet_ref.benchmark.timing import Record, Sample, Timing
 from bitnet_ref.benchmark.validate import Check, check_model
 from bitnet_ref.cli.bench_shared import draw_table, report_bench
 from bitnet_ref.cli.shell import LoadingBar, OutputFile, common_options
 from bitnet_ref.errors import BitNetRefError, ConfigError, DeviceError
 from bitnet_ref.families import family_of
+from bitnet_ref.formats.checkpoint import Progress
 from bitnet_ref.generation.results import Generation, GenerationStats
 from bitnet_ref.reference.config import ModelConfig
 from bitnet_ref.system.json_file import write_json

@@ -24,9 +24,10 @@ from commands import Script, start
 from models import versus_options
 
 from bitnet_ref import __version__
-from bitnet_ref.benchmark.timing import Progress, Record
+from bitnet_ref.benchmark.timing import Record
 from bitnet_ref.cli.bench_shared import draw_table, report_bench
 from bitnet_ref.cli.shell import LoadingBar, common_options
+from bitnet_ref.formats.checkpoint import Progress
 from bitnet_ref.system.atomic import atomic_path, explain_os_errors
 from bitnet_ref.system.json_file import write_json
 from bitnet_ref.system.machine import cpu_model, operating_system
