@@ -110,11 +110,11 @@ def read_bases(file: Any, widths: Mapping[str, int]) -> dict[str, Rotation]:
 # -- GGUF's keys -------------------------------------------------------------------------------------------------------
 
 PREFIX = "prism.hadamard."
-_FIXED = {"version": 1, "transform": "normalized-sylvester-walsh-hadamard", "axis": "input-last-dimension"}
-_GROUPED = "gdn_v_grouped"
+FIXED = {"version": 1, "transform": "normalized-sylvester-walsh-hadamard", "axis": "input-last-dimension"}
+GROUPED = "gdn_v_grouped"
 _KEYS = (
-    *(*_FIXED, "block_size", "sign_mode", "sign_widths", "sign_values", "weight_names", "inverse_weight_names"),
-    _GROUPED,
+    *(*FIXED, "block_size", "sign_mode", "sign_widths", "sign_values", "weight_names", "inverse_weight_names"),
+    GROUPED,
 )
 _TABLE = "token_embd.weight"
 _GROUPED_OUT = ".ssm_out.weight"
@@ -143,7 +143,7 @@ def read_gguf_bases(
         return {}, False
     for key in keys:
         require(key in _KEYS, PREFIX + key, f"one of {', '.join(_KEYS)}", key)
-    for key, expected in _FIXED.items():
+    for key, expected in FIXED.items():
         require(keys.get(key) == expected, PREFIX + key, repr(expected), keys.get(key))
     block: Any = keys.get("block_size")
     require(type(block) is int and block.bit_count() == 1 and block > 0, f"{PREFIX}block_size", "a power of two", block)
@@ -158,7 +158,7 @@ def read_gguf_bases(
     if missing := [name for name in planes if name not in names]:
         message = f"names some ternary planes and not {missing[0]}: a rotation of half a model"
         raise ConfigError(message, field=f"{PREFIX}weight_names")
-    signs = _signs(keys)
+    signs = read_signs(keys)
     rotations: dict[str, Rotation] = {}
     by_width: dict[int, Rotation] = {}  # linears with the same basis share one object: kernels turn their input once
     for name in names:
@@ -168,18 +168,18 @@ def read_gguf_bases(
             raise ConfigError(message, field=f"{PREFIX}block_size")
         vector = np.ones(width, dtype=np.float32) if signs is None else signs[width]
         rotations[name] = by_width.setdefault(width, Rotation(vector, block))
-    has_grouped_heads = keys.get(_GROUPED, False)
-    require_bool(PREFIX + _GROUPED, has_grouped_heads)
+    has_grouped_heads = keys.get(GROUPED, False)
+    require_bool(PREFIX + GROUPED, has_grouped_heads)
     if has_grouped_heads:
         for name in widths:
             if name.endswith(_GROUPED_OUT) and name not in rotations:
                 message = f"is true, and {name}, whose inputs it orders, is not among the rotated matrices"
-                raise ConfigError(message, field=PREFIX + _GROUPED)
+                raise ConfigError(message, field=PREFIX + GROUPED)
     evidence.append(f"{len(rotations)} matrices are in a Hadamard basis, in blocks of {block}")
     return rotations, has_grouped_heads
 
 
-def _signs(keys: Any) -> dict[int, NDArray[np.float32]] | None:
+def read_signs(keys: Any) -> dict[int, NDArray[np.float32]] | None:
     """Width -> its vector of signs; None: no signs."""
     mode, widths, values = (keys.get(f"sign_{key}") for key in ("mode", "widths", "values"))
     require(mode in ("identity", "explicit"), f"{PREFIX}sign_mode", "identity or explicit", mode)
@@ -188,7 +188,7 @@ def _signs(keys: Any) -> dict[int, NDArray[np.float32]] | None:
     are_whole = isinstance(widths, list) and all(type(width) is int and width > 0 for width in widths)
     if not are_whole or len({*widths}) < len(widths):
         raise ConfigError(f"expected different numbers of inputs, got {describe(widths)}", field=f"{PREFIX}sign_widths")
-    if not isinstance(values, list) or len(values) != sum(widths) or not {*values} <= {-1.0, 1.0}:
+    if not isinstance(values, list) or len(values) != sum(widths) or any(each not in (-1, 1) for each in values):
         raise ConfigError(f"expected {sum(widths)} values of -1 or 1", field=f"{PREFIX}sign_values")
     vectors = np.split(np.array(values, dtype=np.float32), np.cumsum(widths)[:-1])
     return dict(zip(widths, vectors, strict=True))
@@ -213,7 +213,7 @@ def gguf_keys(
         raise ConfigError(f"GGUF has one size of Hadamard blocks, and the matrices have {sorted(blocks)}")
     if len(grouped) > 1:
         raise ConfigError("GGUF has one order of value heads for all layers, and this model has two; fold it first")
-    for key, fixed in _FIXED.items():
+    for key, fixed in FIXED.items():
         yield PREFIX + key, "uint32" if isinstance(fixed, int) else "string", fixed
     yield f"{PREFIX}block_size", "uint32", blocks.pop()
     yield f"{PREFIX}sign_mode", "string", "explicit"
@@ -222,4 +222,4 @@ def gguf_keys(
     yield f"{PREFIX}weight_names", "[string]", [name for name in bases if name != _TABLE]
     yield f"{PREFIX}inverse_weight_names", "[string]", [name for name in bases if name == _TABLE]
     if grouped == {True}:
-        yield PREFIX + _GROUPED, "bool", True
+        yield PREFIX + GROUPED, "bool", True

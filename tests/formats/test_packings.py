@@ -229,9 +229,12 @@ def test_a_basis_that_is_not_whole_is_an_error(tmp_path):
     fails("names other matrices", keys=keys | {f"{prefix}weight_names": keys[f"{prefix}weight_names"][1:]})
     for name in ("weight_names", "inverse_weight_names"):
         fails(f"{name}: expected a list of names", keys=keys | {f"{prefix}{name}": [["x"]]})
-    fails("sign_values: expected -1 or 1", keys=keys | {f"{prefix}sign_values": [0.5]})
-    for more, ones in ([0], []), ([-1], []), ([1], []), ([], [1]), ([1.0], [1]):
-        fails("sign_values: expected -1 or 1", keys=keys | signs_of(more, ones))
+    for wrong in ([0.5], [[1]], 1):
+        fails(r"sign_values: expected \d+ values of -1 or 1", keys=keys | {f"{prefix}sign_values": wrong})
+    for more, ones in ([1], []), ([], [1]):
+        fails(r"sign_values: expected \d+ values of -1 or 1", keys=keys | signs_of(more, ones))
+    for more, ones in ([0], []), ([-1], []), ([1.0], [1]), ([512], [1] * 512):
+        fails("sign_widths: expected different numbers of inputs", keys=keys | signs_of(more, ones))
     fails("version: expected 1", keys=keys | {f"{prefix}version": 2})
     signs = {name: -array if name.endswith("lm_head.signs") else array for name, array in tensors.items()}
     fails("differs from the signs for 512 inputs", tensors=signs)

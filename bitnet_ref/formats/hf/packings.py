@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigError, describe
+from ...errors import ConfigError, describe, errors_at
 from ...families.blocks import BlockWeight, join_signs, unpack_codes
 from ...families.family import LinearPlace
 from ...families.groups import cut_groups, from_blocks
-from ...families.hadamard import PREFIX, Rotation
+from ...families.hadamard import FIXED, GROUPED, PREFIX, Rotation, read_signs
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, LinearWeight
 from ...system.json_file import is_present, read_json_object
@@ -261,30 +261,15 @@ def read_hadamard_modules(folder: Path, raw: Mapping[str, Any], tensors: Any) ->
 def _hadamard_keys(path: Path) -> dict[str, Any]:
     raw = read_json_object(path, ConfigError, _MAX_JSON_BYTES, path.parent)
     keys = {key.removeprefix(PREFIX): value for key, value in raw.items()}
-    known = {
-        "version": 1,
-        "transform": "normalized-sylvester-walsh-hadamard",
-        "axis": "input-last-dimension",
-        "sign_mode": "explicit",
-        "gdn_v_grouped": True,
-    }
-    for key, value in known.items():
+    for key, value in {**FIXED, "sign_mode": "explicit", GROUPED: True}.items():
         if keys.get(key) != value:
             message = f"expected {value!r}, got {describe(keys.get(key))}"
             raise ConfigError(message, path=path, field=f"{PREFIX}{key}")
-    for key in ("weight_names", "inverse_weight_names", "sign_widths", "sign_values"):
-        if not isinstance(keys.get(key), list):
-            raise ConfigError("expected a list", path=path, field=f"{PREFIX}{key}")
-    widths, values = keys["sign_widths"], keys["sign_values"]
     for key in ("weight_names", "inverse_weight_names"):
-        if not all(isinstance(name, str) for name in keys[key]):
+        if not isinstance(keys.get(key), list) or not all(isinstance(name, str) for name in keys[key]):
             raise ConfigError("expected a list of names", path=path, field=f"{PREFIX}{key}")
-    whole = all(isinstance(width, int) and width > 0 for width in widths)
-    if not whole or sum(widths) != len(values) or not all(value in (-1, 1) for value in values):
-        raise ConfigError("expected -1 or 1 for each input of each width", path=path, field=f"{PREFIX}sign_values")
-    ends = np.cumsum(widths)
-    keys["signs"] = dict(zip(widths, np.split(np.array(values, dtype=np.float32), ends[:-1]), strict=True))
-    return keys
+    with errors_at(path):
+        return keys | {"signs": read_signs(keys)}
 
 
 def _basis(tensors: Any, name: str, block: Any, keys: Mapping[str, Any]) -> Rotation:
