@@ -230,14 +230,6 @@ def _codes(v: BlockIntegers, offset: int) -> NDArray[np.uint8]:
     return v.q.astype(np.uint8) + np.uint8(offset)  # modulo 256
 
 
-def _q8_0_parts(v: BlockIntegers) -> Parts:
-    return _halves(v.d), _codes(v, 0)
-
-
-def _q4_0_parts(v: BlockIntegers) -> Parts:
-    return _halves(v.d), join_bits(_codes(v, 8), 4, 1, 2, 16)
-
-
 def _q5_0_parts(v: BlockIntegers) -> Parts:
     q = _codes(v, 16)
     return _halves(v.d), np.packbits(q >> 4, axis=1, bitorder="little"), join_bits(q & MASK_4, 4, 1, 2, 16)
@@ -265,23 +257,6 @@ def _q4_k_parts(v: BlockIntegers, has_fifth_bits: bool = False) -> Parts:
     third = s[:, 4:] & MASK_4 | (m[:, 4:] & MASK_4) << 4
     fifth = (join_bits(q >> np.uint8(4), 1, 1, 8, 32),) if has_fifth_bits else ()
     return _halves(v.d), _halves(-v.e), first, second, third, *fifth, join_bits(q & MASK_4, 4, 4, 2, 32)
-
-
-def _tq1_0_parts(v: BlockIntegers) -> Parts:
-    """As ggml writes it: other bytes may mean the same."""
-    return join_trits(_codes(v, 1), TQ1_0_TRITS), _halves(v.d)
-
-
-def _tq2_0_parts(v: BlockIntegers) -> Parts:
-    return join_bits(_codes(v, 1), 2, 2, 4, 32), _halves(v.d)
-
-
-def _q2_0_parts(v: BlockIntegers) -> Parts:
-    return _halves(v.d), join_bits(_codes(v, 1), 2, 16, 4, 1)
-
-
-def _q1_0_parts(v: BlockIntegers) -> Parts:
-    return _halves(v.d), join_signs(_codes(v, 1))
 
 
 class BlockType(NamedTuple):
@@ -317,17 +292,17 @@ RULED_TYPES = {
 
 # Of the types that kernels/cpu/ruled_steps.h has: integers -> arrays (n, bytes), which side by side are the blocks
 INVERSES: dict[str, Callable[[BlockIntegers], Parts]] = {
-    "Q8_0": _q8_0_parts,
-    "Q4_0": _q4_0_parts,
+    "Q8_0": lambda v: (_halves(v.d), _codes(v, 0)),
+    "Q4_0": lambda v: (_halves(v.d), join_bits(_codes(v, 8), 4, 1, 2, 16)),
+    "Q5_0": _q5_0_parts,
     "Q4_1": _q4_1_parts,
     "Q4_K": _q4_k_parts,
-    "Q6_K": _q6_k_parts,
-    "Q5_0": _q5_0_parts,
     "Q5_K": partial(_q4_k_parts, has_fifth_bits=True),
-    "TQ1_0": _tq1_0_parts,
-    "TQ2_0": _tq2_0_parts,
-    "Q2_0": _q2_0_parts,
-    "Q1_0": _q1_0_parts,
+    "Q6_K": _q6_k_parts,
+    "TQ1_0": lambda v: (join_trits(_codes(v, 1), TQ1_0_TRITS), _halves(v.d)),  # as ggml: other bytes may mean the same
+    "TQ2_0": lambda v: (join_bits(_codes(v, 1), 2, 2, 4, 32), _halves(v.d)),
+    "Q2_0": lambda v: (_halves(v.d), join_bits(_codes(v, 1), 2, 16, 4, 1)),
+    "Q1_0": lambda v: (_halves(v.d), join_signs(_codes(v, 1))),
 }
 
 
