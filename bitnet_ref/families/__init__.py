@@ -131,23 +131,13 @@ def _plain(value: Any) -> Any:
         return list(value)
     if not hasattr(value, "__dataclass_fields__"):
         return value
-    if type(value) is RopeConfig:
-        value = _as_stretched(value)
-    items = [(each, getattr(value, each.name)) for each in fields(value)]
+    # a plain RoPE with all the fields that config files have had for any
+    kind = StretchedRope if type(value) is RopeConfig else type(value)
+    items = [(each, getattr(value, each.name, each.default)) for each in fields(kind)]
     return {each.name: _plain(got) for each, got in items if got != each.metadata.get("absent", _NEVER)}
 
 
 _NEVER = object()
-
-
-class _AsStretched(StretchedRope):
-    """A plain RoPE with all the fields that config files have had for any."""
-
-    def __post_init__(self) -> None: ...
-
-
-def _as_stretched(rope: RopeConfig) -> StretchedRope:
-    return _AsStretched(rope.theta, rope.rope_type)
 
 
 def config_from_dict(raw: Any) -> ModelConfig:
@@ -202,12 +192,11 @@ _INNER = {"rope": _rope, "local_rope": _rope, "quantization": _quantization}
 def _exact_fields(kind: type[Any], raw: Any, prefix: str) -> dict[str, Any]:
     """`raw`, which must be an object with the dataclass's fields as its keys, no more and no fewer."""
     require(isinstance(raw, dict), prefix.rstrip(".") or "config", "an object", raw)
-    expected = [each.name for each in fields(kind)]
-    for each in fields(kind):
-        if each.name not in raw and "absent" not in each.metadata:
-            raise ConfigError("is required and absent", field=prefix + each.name)
+    known = {each.name: each.metadata for each in fields(kind)}
+    for name, metadata in known.items():
+        if name not in raw and "absent" not in metadata:
+            raise ConfigError("is required and absent", field=prefix + name)
     for name in raw:
-        if name not in expected:
+        if name not in known:
             raise ConfigError(f"is no field of {kind.__name__}", field=f"{prefix}{name}"[:100])
-    absent = {each.name: each.metadata["absent"] for each in fields(kind) if "absent" in each.metadata}
-    return absent | dict(raw)
+    return {name: metadata["absent"] for name, metadata in known.items() if "absent" in metadata} | dict(raw)

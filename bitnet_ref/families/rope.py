@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..errors import ConfigError, require, require_bool, require_int, require_number
+from ..errors import require, require_bool, require_int, require_number
 from ..reference.config import RopeConfig, added
 from ..reference.layers import Floats
 
@@ -153,11 +153,7 @@ ROPE_TYPES = ("default", *STRETCHINGS)
 
 def make_rope(theta: Any = 10000.0, rope_type: str = "default", **numbers: Any) -> RopeConfig:
     """The RoPE of that type. Raises ConfigError."""
-    if rope_type == "default":
-        return RopeConfig(theta)
-    if rope_type not in ROPE_TYPES:
-        raise ConfigError(f"expected one of {', '.join(ROPE_TYPES)}, got {rope_type!r}", field="rope.rope_type")
-    return StretchedRope(theta, rope_type, **numbers)
+    return RopeConfig(theta) if rope_type == "default" else StretchedRope(theta, rope_type, **numbers)
 
 
 def longrope_scale(factor: float, original: int) -> float:
