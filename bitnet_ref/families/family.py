@@ -105,13 +105,9 @@ class Hypothesis:
     fits: Callable[[Any], bool] = lambda step: True
     rounds: bool = False
 
-    @property
-    def _names(self) -> re.Pattern[str]:
-        return _compile_names(self.steps)
-
     def is_at(self, name: str) -> bool:
         """Whether it is a mistake in steps of that name."""
-        return self._names.match(name) is not None
+        return _compile_names(self.steps).match(name) is not None
 
     def is_in(self, step: Any) -> bool:
         """Whether the mistake can be made in this step."""
@@ -459,13 +455,24 @@ def activation_name(spelling: Any, field: str) -> str:
 
 def widest_window(config: ModelConfig) -> int | None:
     """The window of the layer that sees the most; None: one sees all tokens."""
-    return None if "full_attention" in types_of_layers(config) else config.sliding_window
+    return None if FULL in types_of_layers(config) else config.sliding_window
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' words
 
 
 def types_of_layers(config: ModelConfig) -> list[str]:
     """The type of each layer, in transformers' words."""
-    alike = "full_attention" if config.sliding_window is None else "sliding_attention"
+    alike = FULL if config.sliding_window is None else SLIDING
     return list(config.layer_types) or [alike] * config.num_hidden_layers
+
+
+def fields_of_types(types: Sequence[str], window: int | None) -> dict[str, Any]:
+    """The inverse: the fields `sliding_window` and `layer_types` of layers of these types."""
+    return {
+        "sliding_window": None if {*types} == {FULL} else window,
+        "layer_types": () if {*types} in ({FULL}, {SLIDING}) else tuple(types),
+    }
 
 
 def near(function: Callable[[float], float], guess: float, wanted: float) -> float | int:

@@ -4,6 +4,7 @@ embedding; scores by query_pre_attn_scalar; perhaps capped logits. Its files hol
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -18,9 +19,11 @@ from ..reference.ops import Ops
 from ..reference.weights import Norm
 from .family import (
     EMBEDDING_SCALE_MISSING,
+    FULL,
     LEFT_OUT_VISION,
     NORM_ONE_LEFT_OUT,
     SIZES,
+    SLIDING,
     Architecture,
     Edit,
     Family,
@@ -34,6 +37,7 @@ from .family import (
     TraceStep,
     Wrapper,
     change_steps,
+    fields_of_types,
     leave_out,
     near,
     norm_step,
@@ -140,10 +144,6 @@ def _steps(config: Gemma3Config, layer: int) -> list[TraceStep]:
     return post_norm_steps(query_scale_steps(head_norm_steps(llama_steps(config, layer)), config.query_scale))
 
 
-def _lacks(config: Gemma3Config) -> list[str]:
-    return ["scaled queries"] * (config.query_scale != 1)
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +156,7 @@ def _read(keys: HfKeys) -> dict[str, Any]:
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
         raise ConfigError(f"expected a number of layers, got {pattern!r}", field="sliding_window_pattern")
     layers, head_dim = keys.count("num_hidden_layers"), keys.count("head_dim")
-    by_default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    by_default = [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
     scalar, cap = keys.number("query_pre_attn_scalar"), keys.get("final_logit_softcapping")
     both = keys.raw.get("rope_parameters") or {}
     if both and not (isinstance(both, dict) and {"full_attention", "sliding_attention"} & both.keys()):
@@ -170,8 +170,7 @@ def _read(keys: HfKeys) -> dict[str, Any]:
         "o_proj_bias": True,
         "rope": rope,
         "local_rope": None if local_rope == rope else local_rope,
-        # written so that it is exactly 1 where the scalar is head_dim, as it nearly always is
-        "query_scale": 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar),
+        "query_scale": math.sqrt(head_dim / scalar),
         "embedding_scale": math.sqrt(keys.count("hidden_size")),
         "logit_softcap": None if cap is None else keys.number("final_logit_softcapping"),
     }
@@ -195,29 +194,27 @@ def _write(config: Gemma3Config) -> dict[str, Any]:
 def _read_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
     """The 1 of each norm is added by the converter."""
     key, pattern = "attention.sliding_window_pattern", 6
-    layers, window, head_dim = fields["num_hidden_layers"], fields["sliding_window"], fields["head_dim"]
+    layers, window = fields["num_hidden_layers"], fields["sliding_window"]
     if isinstance(keys.get(key), list | np.ndarray):
         is_sliding = keys.flags(key, layers)
     else:
         pattern = keys.count(key, pattern)
         is_sliding = [(i + 1) % pattern != 0 for i in range(layers)]
-    is_sliding = [each and window is not None for each in is_sliding]
-    types = tuple("sliding_attention" if each else "full_attention" for each in is_sliding)
+    types = [SLIDING if each and window is not None else FULL for each in is_sliding]
     local = RopeConfig(theta=keys.number("rope.freq_base_swa", 10000.0))
     return {
-        "sliding_window": window if any(is_sliding) else None,
-        "layer_types": types if len({*types}) > 1 else (),
+        **fields_of_types(types, window),
         "local_rope": None if local == fields["rope"] else local,
         "embedding_scale": math.sqrt(fields["hidden_size"]),
-        "query_scale": _query_scale(layers, head_dim, fields["num_attention_heads"], fields["hidden_size"]),
+        "query_scale": _query_scale(fields),
         "logit_softcap": keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None,
     }
 
 
-def _query_scale(layers: int, head_dim: int, heads: int, hidden: int) -> float:
+def _query_scale(fields: Mapping[str, Any]) -> float:
     """llama.cpp's rule: 27B, with its 62 layers, alone has a query_pre_attn_scalar that is not head_dim."""
-    scalar = hidden / heads if layers == 62 else head_dim
-    return 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar)
+    is_27b = fields["num_hidden_layers"] == 62
+    return math.sqrt(fields["head_dim"] / (fields["hidden_size"] / fields["num_attention_heads"])) if is_27b else 1.0
 
 
 def _write_gguf(config: Gemma3Config, put: Put) -> None:
@@ -233,11 +230,10 @@ def _write_gguf(config: Gemma3Config, put: Put) -> None:
 
 
 def _implied_by_gguf(config: Gemma3Config) -> dict[str, Any]:
-    sizes = (config.num_hidden_layers, config.head_dim, config.num_attention_heads, config.hidden_size)
     return {
         "embedding_scale": math.sqrt(config.hidden_size),
         "logit_softcap": config.logit_softcap,
-        "query_scale": _query_scale(*sizes),
+        "query_scale": _query_scale(vars(config)),
         "layer_types": config.layer_types,
     }
 
@@ -296,12 +292,8 @@ def _has_two_ropes(step: Any) -> bool:
     return len(step.setting.config.ropes) == 2
 
 
-def _slides(step: Any) -> bool:
-    return _has_two_ropes(step) and step.setting.config.rope_of(step.layer) == 1
-
-
-def _is_full(step: Any) -> bool:
-    return _has_two_ropes(step) and step.setting.config.rope_of(step.layer) == 0
+def _has_rope(number: int) -> Callable[[Any], bool]:
+    return lambda step: _has_two_ropes(step) and step.setting.config.rope_of(step.layer) == number
 
 
 POST_NORM_MISTAKES = (
@@ -346,14 +338,14 @@ MISTAKES = (
         "sliding layers have the RoPE of full ones",
         "Read rope_local_base_freq (or rope_parameters of sliding_attention) too.",
         turned_by(lambda step: step.setting.config.ropes[0]),
-        _slides,
+        _has_rope(1),
     ),
     _rope_mistake(
         "rope_of_sliding_layers_for_all",
         "full layers have the RoPE of sliding ones",
         "Read the RoPE of each layer type.",
         turned_by(lambda step: step.setting.config.ropes[1]),
-        _is_full,
+        _has_rope(0),
     ),
 )
 
@@ -373,7 +365,7 @@ FAMILIES = (
         layer_class=lambda config, layer: Gemma3Layer,
         steps=_steps,
         constants=lambda config: {"query_scale": config.query_scale},
-        lacks=_lacks,
+        lacks=lambda config: ["scaled queries"] * (config.query_scale != 1),
         names=NAMES,
         hf=HF,
         gguf=GgufForm({"gemma3": Architecture("gelu_tanh")}, _read_gguf, _write_gguf, _implied_by_gguf),

@@ -68,10 +68,6 @@ def residual_scale_steps(config: MiniCpmConfig, layer: int) -> list[TraceStep]:
     return change_steps(steps, kind="scaling")("hook_attn_out", "hook_mlp_out")
 
 
-def _lacks(config: MiniCpmConfig) -> list[str]:
-    return ["scaled residuals"] * (config.residual_scale != 1)
-
-
 RESIDUAL_SCALE_MISSING = Hypothesis(
     "*_proj_scaled *.hook_attn_out *.hook_mlp_out",
     "residual_scale_missing",
@@ -133,7 +129,7 @@ FAMILIES = (
         layer_class=lambda config, layer: MiniCpmLayer,
         steps=residual_scale_steps,
         constants=lambda config: {"residual_scale": config.residual_scale},
-        lacks=_lacks,
+        lacks=lambda config: ["scaled residuals"] * (config.residual_scale != 1),
         hf=HfForm("MiniCPMForCausalLM", _DEFAULTS, _read, _write),
         gguf=GgufForm(
             {"minicpm": Architecture("silu", permuted=True)},

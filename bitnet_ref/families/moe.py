@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, ShapeError, require, require_int
+from ..errors import ConfigError, ShapeError, require, require_bool, require_int
 from ..reference import layers
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Array, Floats
@@ -28,6 +28,8 @@ from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights, LinearWeight, Shared
 from .family import (
+    FULL,
+    SLIDING,
     Architecture,
     Edit,
     Family,
@@ -43,6 +45,7 @@ from .family import (
     WeightKind,
     after,
     config_of_layers,
+    fields_of_types,
     instead,
     layer_weights,
     linear_step,
@@ -330,38 +333,20 @@ class GlobalMapleLayer(Qwen3MoeLayer):
 def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
     """The steps of a block whose feed-forward is a mixture: the others, and in the place of `mlp.*` its own."""
     normed, shares = "ln2.hook_normalized", "mlp.hook_expert_weights"
+    halves, result = ("mlp.hook_pre", "mlp.hook_pre_linear"), "mlp.hook_expert_out"
+    routing, products, sums = (choose_experts, "    p = "), (feed_forward, "    out = "), (mix, "    return")
     own = [
         linear_step("mlp.router", normed),
-        TraceStep(
-            shares, ("mlp.router.hook_out",), "routing", "N E", "the experts' shares", (choose_experts, "    p = ")
-        ),
+        TraceStep(shares, ("mlp.router.hook_out",), "routing", "N E", "the experts' shares", routing),
         TraceStep("mlp.hook_pre", (normed, shares), "dense linear", "N k M", "the experts' gate"),
         TraceStep("mlp.hook_pre_linear", (normed, shares), "dense linear", "N k M", "the experts' up"),
-        TraceStep("mlp.hook_post", ("mlp.hook_pre", "mlp.hook_pre_linear"), "gate", "N k M"),
-        TraceStep(
-            "mlp.hook_expert_out",
-            ("mlp.hook_post", shares),
-            "dense linear",
-            "N k D",
-            "the experts' results",
-            (feed_forward, "    out = "),
-        ),
-        TraceStep(
-            "mlp.hook_mixed",
-            ("mlp.hook_expert_out", shares),
-            "scaling",
-            "N D",
-            "the sum of the experts",
-            (mix, "    return"),
-        ),
+        TraceStep("mlp.hook_post", halves, "gate", "N k M"),
+        TraceStep(result, ("mlp.hook_post", shares), "dense linear", "N k D", "the experts' results", products),
+        TraceStep("mlp.hook_mixed", (result, shares), "scaling", "N D", "the sum of the experts", sums),
         TraceStep("hook_mlp_out", ("mlp.hook_mixed",), "residual", "N D"),
     ]
     first = [step.name for step in steps].index("mlp.gate_proj")
     return [*steps[:first], *own, steps[-1]]
-
-
-def _mixtral_steps(config: MoeConfig, layer: int) -> list[TraceStep]:
-    return _moe_steps(llama_steps(config, layer))
 
 
 def _qwen3_steps(config: Qwen3MoeConfig, layer: int) -> list[TraceStep]:
@@ -411,15 +396,9 @@ def _of_layers(config: MoeConfig, chosen: Sequence[int]) -> MoeConfig:
 
 
 def _flag(keys: HfKeys, key: str, default: bool) -> bool:
-    value = keys.get(key, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"expected true or false, got {value!r}"[:200], field=key)
+    value: bool = keys.get(key, default)
+    require_bool(key, value)
     return value
-
-
-def _window(keys: HfKeys) -> dict[str, Any]:
-    window = keys.get("sliding_window")
-    return {} if window is None else {"sliding_window": window}
 
 
 def _count_experts(keys: HfKeys, by_default: str) -> int:
@@ -433,7 +412,8 @@ def _read_mixtral(keys: HfKeys) -> dict[str, Any]:
     """Shares are always divided by their sum; the width of an expert is intermediate_size."""
     experts, chosen = _count_experts(keys, "num_local_experts"), keys.count("num_experts_per_tok")
     counts = {"num_experts": experts, "num_experts_per_tok": chosen}
-    return {**counts, "moe_intermediate_size": keys.count("intermediate_size"), **_window(keys)}
+    width, window = keys.count("intermediate_size"), keys.get("sliding_window")
+    return {**counts, "moe_intermediate_size": width, "sliding_window": window}
 
 
 def _write_mixtral(config: MixtralConfig) -> dict[str, Any]:
@@ -453,9 +433,10 @@ def _read_qwen3_moe(keys: HfKeys) -> dict[str, Any]:
     keys.ignore("use_qk_norm", "max_window_layers")
     dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
     counts = {key: keys.count(key) for key in _COUNTS[1:]} | {"num_experts": _count_experts(keys, "num_experts")}
-    window = _window(keys) if _flag(keys, "use_sliding_window", False) else {}
+    window = keys.get("sliding_window") if _flag(keys, "use_sliding_window", False) else None
     keys.ignore("sliding_window")
-    return {**counts, "norm_topk_prob": _flag(keys, "norm_topk_prob", False), "dense_layers": dense, **window}
+    norm = _flag(keys, "norm_topk_prob", False)
+    return {**counts, "norm_topk_prob": norm, "dense_layers": dense, "sliding_window": window}
 
 
 def _counts_and_norm(config: MoeConfig) -> dict[str, Any]:
@@ -477,8 +458,7 @@ def _read_maple(keys: HfKeys) -> dict[str, Any]:
     if keys.raw.get("num_shared_experts"):
         raise ConfigError("experts that every token takes are not supported", field="num_shared_experts")
     window = keys.get("sliding_window")
-    alike = "full_attention" if window is None else "sliding_attention"
-    types = keys.layer_types(window, [alike] * keys.count("num_hidden_layers"))
+    types = keys.layer_types(window, [FULL if window is None else SLIDING] * keys.count("num_hidden_layers"))
     return {
         **{key: keys.count(key) for key in _COUNTS},
         **types,
@@ -505,26 +485,15 @@ def _gguf_counts(keys: GgufKeys, width: str = "expert_feed_forward_length") -> d
     return {field: keys.count(key) for field, key in names.items()}
 
 
-def _read_mixtral_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
-    """Of the architecture llama; the experts have the width of its feed-forward."""
-    return _gguf_counts(keys, "feed_forward_length")
-
-
 def _write_mixtral_gguf(config: MoeConfig, put: Put) -> None:
     put("expert_count", "uint32", config.num_experts)
     put("expert_used_count", "uint32", config.num_experts_per_tok)
-
-
-def _read_qwen3_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp divides by the sum of the chosen in every qwen3moe."""
-    return {**_gguf_counts(keys), "norm_topk_prob": True}
 
 
 def _read_maple_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
     """RoPE is that of the sliding layers; the others have rope.dimension_count 0."""
     layers, head_dim = fields["num_hidden_layers"], fields["head_dim"]
     slides = keys.flags("attention.sliding_window_pattern", layers)
-    types = tuple("sliding_attention" if each else "full_attention" for each in slides)
     turned = keys.count("rope.dimension_count_swa", head_dim)
     clamps = keys.get("swiglu_clamp_exp", [CLAMP])
     if any(each != CLAMP for each in np.atleast_1d(clamps).tolist()):
@@ -535,8 +504,7 @@ def _read_maple_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
     return {
         **_gguf_counts(keys),
         "norm_topk_prob": norm,
-        "layer_types": types if len({*types}) > 1 else (),
-        "sliding_window": fields["sliding_window"] if any(slides) else None,
+        **fields_of_types([SLIDING if each else FULL for each in slides], fields["sliding_window"]),
         "rotary_dim": None if turned == head_dim else turned,
         "global_positions": keys.has("rope.dimension_count"),
         "gate_clamp": CLAMP,
@@ -550,7 +518,7 @@ def _write_gguf_counts(config: MoeConfig, put: Put) -> None:
 
 def _write_maple_gguf(config: MapleConfig, put: Put) -> None:
     _write_gguf_counts(config, put)
-    slides = [kind == "sliding_attention" for kind in types_of_layers(config)]
+    slides = [kind == SLIDING for kind in types_of_layers(config)]
     put("attention.sliding_window_pattern", "[bool]", np.array(slides))
     put("rope.dimension_count", "uint32", config.rotary_size if config.global_positions else 0)
     put("rope.dimension_count_swa", "uint32", config.rotary_size)
@@ -718,7 +686,7 @@ FAMILIES = (
         hf=HfForm("Qwen3MoeForCausalLM", _QWEN, _read_qwen3_moe, _write_qwen3_moe),
         gguf=GgufForm(
             {"qwen3moe": Architecture("silu")},
-            _read_qwen3_gguf,
+            lambda keys, fields: {**_gguf_counts(keys), "norm_topk_prob": True},  # as llama.cpp divides in every one
             _write_gguf_counts,
             implied=lambda config: {"norm_topk_prob": True, "dense_layers": ()},
         ),
@@ -730,13 +698,13 @@ FAMILIES = (
         "mixtral",
         MixtralConfig,
         layer_class=_layer(MoeLayer, LayerWeights),
-        steps=_mixtral_steps,
+        steps=lambda config, layer: _moe_steps(llama_steps(config, layer)),
         names=ROUTER,
         place=_place("block_sparse_moe", ("w1", "w3", "w2")),
         hf=HfForm("MixtralForCausalLM", _MIXTRAL, _read_mixtral, _write_mixtral, flags=()),
         gguf=GgufForm(
             {"llama": Architecture("silu", permuted=True)},
-            _read_mixtral_gguf,
+            lambda keys, fields: _gguf_counts(keys, "feed_forward_length"),
             _write_mixtral_gguf,
             implied=lambda config: {"norm_topk_prob": True, "dense_layers": ()},
             key="expert_count",

@@ -668,7 +668,7 @@ def _read(keys: HfKeys) -> dict[str, Any]:
     return {
         **types,
         **read_partial_rope(keys),
-        "delta": delta if DELTA in types.get("layer_types", ()) else None,
+        "delta": delta if DELTA in types["layer_types"] else None,
     }
 
 

@@ -257,10 +257,8 @@ def test_numbers_from_the_least_to_the_most():
 @pytest.mark.parametrize(
     ("types", "expected"),
     [
-        (["full_attention"] * 2, {}),
-        (["full_attention"], {}),
+        (["full_attention"] * 2, {"sliding_window": None, "layer_types": ()}),
         (["sliding_attention"] * 2, {"sliding_window": 7, "layer_types": ()}),
-        (["sliding_attention"], {"sliding_window": 7, "layer_types": ("sliding_attention",)}),
         (
             ["full_attention", "sliding_attention"],
             {"sliding_window": 7, "layer_types": ("full_attention", "sliding_attention")},
@@ -274,6 +272,10 @@ def test_the_kinds_of_layers(types, expected):
     for wrong in ("full_attention", [1], {}):
         with pytest.raises(ConfigError, match=r"^layer_types: expected a list of names, got "):
             keys_of(layer_types=wrong or {"a": 1}).layer_types(7, [])
+    for kind in ("full_attention", "sliding_attention"):
+        raw = {**TINY, "model_type": "smollm3", "use_sliding_window": True, "sliding_window": 7}
+        with pytest.raises(ConfigError, match=r"layer_types: expected a name for each of 2 layers, got "):
+            parse_hf_config({**raw, "layer_types": [kind]}, PATH)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import LARGEST_INT, ConfigError, ConfigWarning, describe, errors_at, printable
 from ...families import FAMILIES
-from ...families.family import SIZES, HfForm, activation_name
+from ...families.family import SIZES, HfForm, activation_name, fields_of_types
 from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
@@ -161,10 +161,7 @@ class Keys:
         types = self.get("layer_types", by_default)
         if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
             raise ConfigError(f"expected a list of names, got {types!r}"[:200], field="layer_types")
-        if set(types) == {"full_attention"}:
-            return {}
-        alike = set(types) == {"sliding_attention"} and len(types) == self.raw["num_hidden_layers"]
-        return {"sliding_window": window, "layer_types": () if alike else tuple(types)}
+        return fields_of_types(types, window)
 
 
 def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) -> ModelConfig:
