@@ -157,14 +157,14 @@ def first_bad(array: Array, are_bad: Callable[[Array], NDArray[np.bool_]]) -> tu
     return None
 
 
-def first_not_finite(array: Floats) -> tuple[list[int], float] | None:
-    """(index, value) of the first NaN or Inf of a float array, or None.
+def find_not_finite(array: Floats) -> str | None:
+    """The message about the first NaN or Inf of a float array, or None.
 
-    >>> first_not_finite(np.array([[1, 2], [np.inf, 4]], dtype=np.float32))
-    ([1, 0], inf)
+    >>> find_not_finite(np.array([[1, 2], [np.inf, 4]], dtype=np.float32))
+    'holds inf at index [1, 0]; expected finite numbers'
     """
     at = None if _is_finite(array) else first_bad(array, _not_finite)
-    return None if at is None else (list(at), float(array[at]))
+    return None if at is None else f"holds {float(array[at])} at index {list(at)}; expected finite numbers"
 
 
 def _is_finite(array: Floats) -> bool:

@@ -87,9 +87,9 @@ def test_finite_arrays_are_known_without_a_copy(dtype):
     for bad in (np.nan, -np.nan, np.inf, -np.inf):
         array = np.array([1, bad, 2], dtype=dtype)
         assert not binary_file._is_finite(array)
-        at, value = binary_file.first_not_finite(array)
-        assert (at, np.isnan(value), value > 0) == ([1], np.isnan(bad), bad > 0)
-    assert binary_file.first_not_finite(good) is None
+        message = f"holds {bad} at index [1]; expected finite numbers"
+        assert binary_file.find_not_finite(array) == message
+    assert binary_file.find_not_finite(good) is None
     assert not binary_file._is_finite(good[::2])
 
 
@@ -358,13 +358,12 @@ def test_the_first_value_that_is_not_finite(dtype):
     values = bits.view(dtype)
     with np.errstate(invalid="ignore"):
         finite = np.isfinite(values.astype(np.float64))
-    assert binary_file.first_not_finite(values[finite]) is None
-    assert binary_file.first_not_finite(values[:0]) is None
+    assert binary_file.find_not_finite(values[finite]) is None
+    assert binary_file.find_not_finite(values[:0]) is None
     good = values[finite][:50]
     for value in values[~finite][:: 97 if width > 16 else 11]:
-        first_bad, bad_value = binary_file.first_not_finite(np.concatenate([good, [value], good[:3]]).astype(dtype))
-        assert first_bad == [50]
-        np.testing.assert_equal(bad_value, float(value))
+        message = binary_file.find_not_finite(np.concatenate([good, [value], good[:3]]).astype(dtype))
+        assert message == f"holds {float(value)} at index [50]; expected finite numbers"
 
 
 def test_no_reading_ahead_where_the_system_takes_no_advice(tmp_path, monkeypatch):

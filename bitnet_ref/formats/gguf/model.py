@@ -24,7 +24,7 @@ from ...families.moe import stack_rows
 from ...reference import quantization
 from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
-from ..binary_file import first_not_finite
+from ..binary_file import find_not_finite
 from ..checkpoint import (
     Checkpoint,
     LoadOptions,
@@ -134,8 +134,8 @@ class GgufCheckpoint(Checkpoint):
                 array = read_values(partial(self.file.read_raw, tensor.name), kind, tensor.shape, dtype)
         else:
             raise self.fail(tensor.name, f"expected a dense type ({', '.join(DEQUANTIZABLE)}), got {kind}")
-        if (bad := first_not_finite(array)) is not None:
-            raise self.fail(tensor.name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
+        if message := find_not_finite(array):
+            raise self.fail(tensor.name, message)
         return array
 
     def _vector(self, name: str, size: int) -> NDArray[np.float32]:

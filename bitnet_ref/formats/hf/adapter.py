@@ -23,7 +23,7 @@ from ...reference.config import ModelConfig
 from ...reference.weights import linear_name
 from ...system.json_file import is_present, read_json_object
 from ...system.sharing import folder_of
-from ..binary_file import first_not_finite
+from ..binary_file import find_not_finite
 from ..checkpoint import linear_shape
 from ..names import HF_PREFIXES
 from ..places import linear_place
@@ -226,8 +226,7 @@ def _read_factors(
             message = f"expected floats of shape {list(expected)}, got {info.dtype} of shape {list(info.shape)}"
             raise FormatError(message, path=file.path, offset=info.offset, field=names[letter])
         array = file.read(names[letter])
-        if (bad := first_not_finite(array)) is not None:
-            message = f"holds {bad[1]} at index {bad[0]}; expected finite numbers"
+        if message := find_not_finite(array):
             raise FormatError(message, path=file.path, offset=info.offset, field=names[letter])
         arrays[letter] = array.astype(np.float32)
     return arrays["A"], arrays["B"]

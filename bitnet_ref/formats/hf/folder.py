@@ -26,7 +26,7 @@ from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
 from ...system.sharing import folder_of
-from ..binary_file import Closeable, first_not_finite
+from ..binary_file import Closeable, find_not_finite
 from ..checkpoint import (
     EMBEDDING_FILES,
     Checkpoint,
@@ -41,7 +41,7 @@ from ..checkpoint import (
     read_tokenizer_folder,
     scale_convention,
 )
-from ..names import HF_PREFIXES, hf_module, hf_modules
+from ..names import HF_PREFIXES, hf_modules
 from ..packing import pack_from_hf, split_ternary
 from ..places import linear_place
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
@@ -92,10 +92,6 @@ class CheckpointTensors(Closeable):
     def path_of(self, name: str) -> Path:
         return self._files[name].path
 
-    def module(self, name: str) -> str:
-        """The file's name of a part, without ".weight"."""
-        return self.rename(hf_module(name))
-
     def rename(self, module: str) -> str:
         """transformers' name of a module as these files have it: a model saved without its head has no "model."."""
         if self.prefix == "language_model.model." and f"language_model.{module}.weight" in self:
@@ -128,8 +124,8 @@ class CheckpointTensors(Closeable):
             raise self.fail(name, f"{expected}, got {info.dtype} of shape {list(info.shape)}")
         self.taken.add(name)
         array = self._files[name].read(name)
-        if info.dtype in _FLOATS and (bad := first_not_finite(array)) is not None:
-            raise self.fail(name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
+        if info.dtype in _FLOATS and (message := find_not_finite(array)):
+            raise self.fail(name, message)
         return array
 
     def take_rows(self, name: str, place: LinearPlace, columns: int, dtypes: tuple[str, ...] = _FLOATS) -> Array:
@@ -353,7 +349,7 @@ class HfCheckpoint(Checkpoint):
     def master(self, name: str) -> Floats | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):
             return None
-        w = self.tensors.take(f"{self.tensors.module(name)}.weight", linear_shape(self.config, name))
+        w = self.tensors.take(f"{self._module(name)}.weight", linear_shape(self.config, name))
         return w if split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
@@ -365,7 +361,7 @@ class HfCheckpoint(Checkpoint):
         return DTYPES[self.tensors.info(tensor).dtype]
 
     def check_tied_head(self, embedding: LinearWeight) -> None:
-        name = f"{self.tensors.module('lm_head')}.weight"
+        name = f"{self._module('lm_head')}.weight"
         table: Any = embedding
         if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), table.array):
             raise self.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...errors import BackendUnavailable, FormatError, OutOfMemory
 from ...reference.layers import Array
 from ...system.json_file import read_bounded
-from ..binary_file import BinaryFile, first_not_finite
+from ..binary_file import BinaryFile, find_not_finite
 
 FORMAT_KEY, CONFIG_KEY = "bitnet_ref.format", "bitnet_ref.config"  # metadata_props of our exports
 FORMAT_VERSION = "1"
@@ -111,8 +111,8 @@ class OnnxFile:
             names = ", ".join(dtype.name for dtype in DTYPES.values())
             raise self.fail(name, f"expected one of {names}, or integers of 2 or 4 bits; got type {tensor.data_type}")
         array = self._bytes(name, DTYPES[tensor.data_type], count).reshape(shape)
-        if array.dtype.kind not in "iub" and (bad := first_not_finite(array)) is not None:
-            raise self.fail(name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
+        if array.dtype.kind not in "iub" and (message := find_not_finite(array)):
+            raise self.fail(name, message)
         return array
 
     def _bytes(self, name: str, dtype: np.dtype, count: int) -> Array:
