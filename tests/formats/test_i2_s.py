@@ -75,7 +75,7 @@ def test_equal_to_the_file_of_bitnet_cpp():
             w_t = unpack_i2_s(raw, tensor.shape)
             assert set(np.unique(w_t)) == {-1, 0, 1}
             assert tail.apply(pack_i2_s(w_t, i2_s_scale(raw))).tobytes() == raw.tobytes()
-            assert pack_i2_s(w_t, i2_s_scale(raw), tail=raw[-32:].tobytes()).tobytes() == raw.tobytes()
+            assert pack_i2_s(w_t, i2_s_scale(raw))[:-28].tobytes() == raw[:-28].tobytes()
             leftovers += bool(raw[-28:].any())
     assert len(matrices) == 14
     assert leftovers > 0

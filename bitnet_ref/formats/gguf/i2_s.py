@@ -48,13 +48,8 @@ def _check_shape(op: str, shape: tuple[int, int], layout: str) -> None:
         raise ShapeError(op, expected=expected, got=f"shape {list(shape)}")
 
 
-def pack_i2_s(
-    w_t: NDArray[np.int8], w_dequant_scale: float, layout: str = "x86", tail: bytes = bytes(TAIL_BYTES)
-) -> NDArray[np.uint8]:
-    """(w_t (N, K) int8 in {-1, 0, +1}, scale) -> the tensor's bytes (N*K/4 + 32,).
-
-    tail: 32 bytes whose last 28 follow the scale. No reader uses them; `StaleTail` gives those of bitnet.cpp.
-    """
+def pack_i2_s(w_t: NDArray[np.int8], w_dequant_scale: float, layout: str = "x86") -> NDArray[np.uint8]:
+    """(w_t (N, K) int8 in {-1, 0, +1}, scale) -> the tensor's bytes (N*K/4 + 32,). No reader uses the last 28."""
     _check_shape("pack_i2_s", (w_t.shape[0], w_t.shape[1]), layout)
     if w_t.dtype != np.int8 or w_t.min() < -1 or w_t.max() > 1:
         raise ShapeError("pack_i2_s", expected="int8 of -1, 0, +1", got=f"{w_t.dtype} {w_t.min()}..{w_t.max()}")
@@ -63,9 +58,8 @@ def pack_i2_s(
         fields = codes.reshape(len(codes) // 4, 4, -1)  # (row groups, 4, K)
     else:
         fields = codes.reshape(-1, 4, _BLOCK_BYTES[layout])  # (blocks, 4, bytes)
-    out = np.empty(w_t.size // 4 + TAIL_BYTES, dtype=np.uint8)
+    out = np.zeros(w_t.size // 4 + TAIL_BYTES, dtype=np.uint8)
     np.bitwise_or.reduce(fields << _SHIFTS[:, None], axis=1, out=out[:-TAIL_BYTES].reshape(fields[:, 0].shape))
-    out[-TAIL_BYTES:] = np.frombuffer(tail, dtype=np.uint8)
     out[-TAIL_BYTES:][:4] = np.array([w_dequant_scale], dtype="<f4").view(np.uint8)
     return out
 
