@@ -29,7 +29,6 @@ from ...families.blocks import (
     BLOCK_TYPES,
     MASK_2,
     POWERS_OF_3,
-    RULED_TYPES,
     SHIFTS_2,
     TQ1_0_TRITS,
     half_scales,
@@ -229,7 +228,7 @@ _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "F32": lambda blocks: blocks.view(np.float32),
     "F16": lambda blocks: blocks.view(np.float16).astype(np.float32),
     "BF16": lambda blocks: blocks.view(ml_dtypes.bfloat16).astype(np.float32),
-    **{kind: block.widen for kind, block in (BLOCK_TYPES | RULED_TYPES).items()},
+    **{kind: block.widen for kind, block in BLOCK_TYPES.items()},
     **{kind: partial(_values, kind) for kind in _CODES},
 }
 DEQUANTIZABLE = (*_DEQUANTIZE, *TERNARY_ROWS)
@@ -419,7 +418,7 @@ def groups_from_blocks(
     scales = np.empty(total, dtype=np.float16)
     for part, blocks in _read_blocks("groups_from_blocks", read, block, shape):
         data, d = _packed(kind, blocks), np.ascontiguousarray(_scales(kind, blocks)).view(np.float16)[:, 0]
-        if (data & (data >> 1) & 0x55).any() or not np.isfinite(d).all():
+        if first_invalid_code(data) is not None or not np.isfinite(d).all():
             return None
         data = np.where((d < 0)[:, None], np.uint8(0xAA) - data, data)  # -d (code - 1) = d ((2 - code) - 1)
         packed[part] = np.where((d == 0)[:, None], _FOUR_ZEROS, data)

@@ -275,13 +275,18 @@ def _longrope(keys: _Keys, theta: float, context: int, head_dim: int) -> RopeCon
     """The factors are tensors. llama.cpp's converter leaves the trained context and the scale of cos and sin out."""
     file, given = keys.file, dict[str, Any]()
     for field, name in ROPE_FACTORS.items():
-        if tensor_shape(file, name, 1) != (head_dim // 2,) or file.tensors[name].type.name != "F32":
-            raise FormatError(f"expected F32 of shape [{head_dim // 2}]", path=file.path, field=name)
-        given[field] = tuple(shortest(float(each)) for each in file.read(name))
+        given[field] = tuple(shortest(float(each)) for each in _of_frequencies(file, name, head_dim))
     original = keys.count(_ORIGINAL, context)
     factor = keys.number("rope.scaling.factor", max(1.0, context / original))
     scale = keys.number("rope.scaling.attn_factor", longrope_scale(factor, original))
     return StretchedRope(theta, "longrope", factor, original, attention_factor=scale, **given)
+
+
+def _of_frequencies(file: GgufFile, name: str, head_dim: int) -> NDArray[np.float32]:
+    """A tensor with a number for each frequency, (d/2,)."""
+    if tensor_shape(file, name, 1) != (head_dim // 2,) or file.tensors[name].type.name != "F32":
+        raise FormatError(f"expected F32 of shape [{head_dim // 2}]", path=file.path, field=name)
+    return file.read(name)
 
 
 def llama3_divisors(rope: RopeConfig, head_dim: int) -> NDArray[np.float32]:
@@ -292,10 +297,7 @@ def llama3_divisors(rope: RopeConfig, head_dim: int) -> NDArray[np.float32]:
 
 def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
     """rope_freqs.weight holds divisors: find the parameters of Llama 3's formula that give them."""
-    file = keys.file
-    if tensor_shape(file, ROPE_FREQS, 1) != (head_dim // 2,) or file.tensors[ROPE_FREQS].type.name != "F32":
-        raise FormatError(f"expected F32 of shape [{head_dim // 2}]", path=file.path, field=ROPE_FREQS)
-    divisors = file.read(ROPE_FREQS)
+    divisors = _of_frequencies(keys.file, ROPE_FREQS, head_dim)
     if np.all(divisors == 1):
         return RopeConfig(theta=theta)
     factor = shortest(float(divisors.max())) if np.isfinite(divisors).all() else 0.0
@@ -305,7 +307,7 @@ def _llama3_rope(keys: _Keys, theta: float, head_dim: int) -> RopeConfig:
             if np.allclose(llama3_divisors(rope, head_dim), divisors, rtol=1e-5, atol=0):
                 return rope
     message = "these frequency divisors are not those of Llama 3 scaling (low_freq_factor 1, high_freq_factor 4)"
-    raise file.tensor_error(ROPE_FREQS, message)
+    raise keys.file.tensor_error(ROPE_FREQS, message)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

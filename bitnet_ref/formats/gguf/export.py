@@ -375,7 +375,7 @@ class _ModelTensors:
             yield TensorToWrite(f"{theirs}.weight", (*stack, rows, shape[1]), BY_KIND[kind].name, produce)
         else:
             size = tl_nbytes(self.kind, *shape) if self.kind in TL_KINDS else None
-            matrix = partial(self._matrix, name, self.kind)
+            matrix = partial(self._matrix, name)
             yield TensorToWrite(f"{theirs}.weight", shape, BY_KIND[self.kind].name, matrix, size)
             if self.kind in TL_KINDS:
                 yield self._vector(f"{theirs}.weight_scale", 1, lambda: np.array([self.scales[name]], dtype=np.float32))
@@ -390,20 +390,16 @@ class _ModelTensors:
             raise FormatError("has no norm of its own, as the other linears have", field=name)
         return norm.weight
 
-    def _bit_linear(self, name: str) -> TernaryLinear:
-        """The BitLinear in a linear that the config calls ternary."""
-        ternary = self.checkpoint.linear(name).bit_linear
-        if ternary is None:
-            raise FormatError("is dense, as the config does not have it", field=name)
-        return ternary
-
     def _bias(self, name: str) -> Floats:
         bias = self.checkpoint.linear(name).bias
         assert bias is not None
         return self._permuted(name, bias)
 
-    def _matrix(self, name: str, kind: str) -> NDArray[np.uint8]:
-        weight = self._bit_linear(name)
+    def _matrix(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a linear that the config calls ternary."""
+        kind, weight = self.kind, self.checkpoint.linear(name).bit_linear
+        if weight is None:
+            raise FormatError("is dense, as the config does not have it", field=name)
         w_t, scale = self._permuted(name, weight.ternary()), weight.w_dequant_scale
         if kind == "i2_s":
             return self.tail.apply(pack_i2_s(w_t, float(scale)))
