@@ -32,6 +32,7 @@ from ...families.hadamard import FIXED, GROUPED, PREFIX, Rotation, read_signs
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, LinearWeight
 from ...system.json_file import is_present, read_json_object
+from ..packing import first_invalid_code
 
 FLOATS = ("F16", "BF16", "F32")
 CODES_PER_WORD = 16  # of 2 bits, in 32
@@ -91,9 +92,7 @@ def read_affine(
     scales = tensors.take_rows(f"{module}.scales", place, columns, FLOATS)[rows]
     biases = tensors.take_rows(f"{module}.biases", place, columns, FLOATS)[rows]
     wide, offset = scales.astype(np.float32), biases.astype(np.float32)
-    pieces = (data[start : start + 1024] for start in range(0, len(data), 1024))
-    has_threes = bits == 2 and any((each & each >> np.uint8(1) & _FOUR_ZEROS).any() for each in pieces)
-    if bits == 2 and np.array_equal(offset, -wide) and not has_threes:
+    if bits == 2 and np.array_equal(offset, -wide) and first_invalid_code(data) is None:
         return _planes(data, scales, width, bias)
     if bits == 1 and np.array_equal(2 * offset, -wide):
         return _planes(_pairs_of_bits(data), np.abs(biases) * np.sign(scales), width, bias)
@@ -143,7 +142,7 @@ def read_ternary_rows(
     data = tensors.take_rows(f"{module}.weight", place, width // CODES_PER_WORD, ("U32",)).view(np.uint8)
     rows = (place.height,) if place.stacked == 1 else (place.stacked, place.height // place.stacked)
     alpha = tensors.take(f"{module}.row_alpha", rows, FLOATS).reshape(-1, 1)
-    if width % CODES_PER_WORD or (data & data >> np.uint8(1) & _FOUR_ZEROS).any():
+    if width % CODES_PER_WORD or first_invalid_code(data) is not None:
         message = f"expected codes 0, 1 and 2 of {width} inputs, {CODES_PER_WORD} in a word"
         raise tensors.fail(f"{module}.weight", message)
     return _planes(data, alpha, width, bias)
