@@ -64,16 +64,17 @@ def hf_modules(name: str, config: ModelConfig | None = None) -> list[str]:
     >>> hf_modules("blocks.0.attn_sub_norm")
     ['model.layers.0.self_attn.attn_sub_norm', 'model.layers.0.self_attn.inner_attn_ln']
     """
-    if name in OUTSIDE_BLOCKS:
-        own = {} if config is None else family_of(config).names
-        return list(own.get(name, OUTSIDE_BLOCKS[name]).hf)
-    _, index, *_, part = name.split(".")
-    return [f"model.layers.{index}.{hf}" for hf in _names_of(part, config).hf]
+    block, names = _names_of(name, config, "model.layers")
+    return [block + hf for hf in names.hf]
 
 
-def _names_of(part: str, config: ModelConfig | None) -> PartNames:
+def _names_of(name: str, config: ModelConfig | None, blocks: str) -> tuple[str, PartNames]:
+    """What the names of a part begin with, and how they go on."""
     own = {} if config is None else family_of(config).names
-    return own.get(part, parts_of_a_block()[part])
+    if name in OUTSIDE_BLOCKS:
+        return "", own.get(name, OUTSIDE_BLOCKS[name])
+    _, index, *_, part = name.split(".")
+    return f"{blocks}.{index}.", own.get(part, parts_of_a_block()[part])
 
 
 def hf_module(name: str, config: ModelConfig | None = None) -> str:
@@ -83,10 +84,8 @@ def hf_module(name: str, config: ModelConfig | None = None) -> str:
 
 def gguf_name(name: str, config: ModelConfig | None = None) -> str:
     """The GGUF name of a part, without ".weight": "blocks.0.attn.q_proj" -> "blk.0.attn_q"."""
-    if name in OUTSIDE_BLOCKS:
-        return OUTSIDE_BLOCKS[name].gguf
-    _, index, *_, part = name.split(".")
-    return f"blk.{index}.{_names_of(part, config).gguf}"
+    block, names = _names_of(name, config, "blk")
+    return block + names.gguf
 
 
 def linear_of_hf(tensor: str) -> str | None:
