@@ -108,11 +108,7 @@ class Keys:
         self.read: set[str] = set()
         self.one_bit_llm = "weight_bits" in raw or "input_bits" in raw
         stated = raw.get("quantization_config")
-        self._quantization = _one_bit_llm_quantization(raw) if self.one_bit_llm else _quantization(stated, doubts)
-
-    @property
-    def quantization(self) -> QuantizationConfig | None:
-        return self._quantization
+        self.quantization = _one_bit_llm_quantization(raw) if self.one_bit_llm else _quantization(stated, doubts)
 
     def get(self, key: str, default: Any = None) -> Any:
         self.read.add(key)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -392,44 +393,34 @@ def _plan_parts(checkpoint: Checkpoint, place: LinearPlace, name: str) -> Iterat
         yield PlannedTensor(f"{module}.weight", dtype, (height, columns), array)
 
 
-def _made_master(name: str, w: LinearWeight) -> Floats:
-    ternary = w.bit_linear
-    assert ternary is not None
-    return masters_of(name, ternary.ternary(), ternary.w_dequant_scale)
-
-
 def _plan_linear(
     checkpoint: Checkpoint, kind: str, masters: bool, quantization: QuantizationConfig | None, name: str
 ) -> Iterator[PlannedTensor]:
-    place, (rows, columns) = linear_place(checkpoint.config, name, "hf"), linear_shape(checkpoint.config, name)
+    config = checkpoint.config
+    place, (rows, columns) = linear_place(config, name, "hf"), linear_shape(config, name)
     module = place.module
     weight = f"{module}.weight"
-    if has_bias(checkpoint.config, name):
+    if has_bias(config, name):
         yield PlannedTensor(f"{module}.bias", "F32", (rows,), lambda w: _scale_and_bias(quantization, w)[1])
-    if not is_ternary(checkpoint.config, name):
+    if not is_ternary(config, name):
         if place.parts:
             yield from _plan_parts(checkpoint, place, name)
-        elif name == (place.sharers or (name,))[0]:
-
-            def array(each: str) -> Array:
-                stored: Floats = read_part(checkpoint, each).array
-                return stored
-
+        elif name == (place.sharers or (name,))[0]:  # a tensor of several linears is written with the first of them
             dtype = dtype_name(checkpoint.given_dtype(name))
-            # A tensor of several linears is written with the first of them.
-            yield PlannedTensor(
-                weight,
-                dtype,
-                (place.height, columns),
-                lambda w: stored_matrix(checkpoint.config, name, "hf", array) if place.sharers else w.array,
-            )
+            stored = partial(stored_matrix, config, name, "hf", lambda each: read_part(checkpoint, each).array)
+            array = (lambda w: stored()) if place.sharers else attrgetter("array")
+            yield PlannedTensor(weight, dtype, (place.height, columns), array)
         return
     if checkpoint.input_norm_eps is not None:
         yield PlannedTensor(f"{module}.rms_norm.weight", "F32", (columns,), lambda w: w.norm.weight)
     if masters:
         master = checkpoint.master(name)
         if master is None and kind == "hf-online":
-            yield PlannedTensor(weight, "BF16", (rows, columns), partial(_made_master, name))
+
+            def made(w: Any) -> Floats:
+                return masters_of(name, w.bit_linear.ternary(), w.bit_linear.w_dequant_scale)
+
+            yield PlannedTensor(weight, "BF16", (rows, columns), made)
             return
         if master is None:
             raise ConfigError(f"{name} is ternary already, and other linears are full-precision masters")
