@@ -140,13 +140,10 @@ class SentencePieceTokenizer(Tokenizer):
         """
         if not text:
             return []
-        if first:
-            ids: list[int] = self._processor.encode(text)
-            return ids
-        if self._inner_processor is None:
+        if not first and self._inner_processor is None:
             self._inner_processor = _processor(self._model_bytes + NO_DUMMY_PREFIX, self.path)
-        inner: list[int] = self._inner_processor.encode(text)
-        return inner
+        ids: list[int] = (self._processor if first else self._inner_processor).encode(text)
+        return ids
 
     def _token_bytes(self, token: int) -> bytes:
         data = self._bytes.get(token)
