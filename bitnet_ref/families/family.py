@@ -197,6 +197,12 @@ def own_rope(step: Any) -> RopeConfig:
     return rope
 
 
+def own_tables(step: Any, n: int) -> tuple[Floats, Floats]:
+    """cos and sin of the first n positions in a step's block."""
+    tables: tuple[Floats, Floats] = own_rope(step).tables(np.arange(n), step.setting.config.rotary_size, np.float32)
+    return tables
+
+
 def turned_by(rope_of: Callable[[Any], RopeConfig] = own_rope, first: int = 0) -> Edit:
     """RoPE with the tables of rope_of(step), for positions that begin with `first`."""
 

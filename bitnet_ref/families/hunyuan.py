@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
-
 from ..errors import ConfigError
 from ..reference import layers
 from ..reference.config import ModelConfig, RopeConfig
@@ -30,6 +28,7 @@ from .family import (
     leave_out,
     norm_step,
     own_rope,
+    own_tables,
     put_after,
     turned_by,
 )
@@ -93,8 +92,7 @@ def _before_rope(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     attn, norm, _ = step.name.rsplit(".", 2)
     heads = step.seen[f"{attn}.hook_{norm[0]}"]
     normed = compute(heads.reshape(x.shape), *rest).reshape(heads.shape)
-    tables = own_rope(step).tables(np.arange(len(heads)), step.setting.config.rotary_size, np.float32)
-    return layers.apply_rope(normed, *tables).reshape(x.shape)
+    return layers.apply_rope(normed, *own_tables(step, len(heads))).reshape(x.shape)
 
 
 MISTAKES = (

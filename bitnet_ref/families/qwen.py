@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from ..errors import ConfigError, require, require_int
 from ..reference import layers
 from ..reference.config import ModelConfig, added
@@ -31,7 +29,7 @@ from .family import (
     layer_weights,
     leave_out,
     norm_step,
-    own_rope,
+    own_tables,
     put_after,
     types_of_layers,
 )
@@ -112,8 +110,7 @@ def _after_rope(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     attn, _, hook = step.name.rpartition(".")
     if hook == "hook_normalized":
         heads = x.reshape(len(step.setting.tokens), -1, x.shape[1])
-        tables = own_rope(step).tables(np.arange(len(heads)), step.setting.config.rotary_size, np.float32)
-        return compute(layers.apply_rope(heads, *tables).reshape(x.shape), *rest)
+        return compute(layers.apply_rope(heads, *own_tables(step, len(heads))).reshape(x.shape), *rest)
     if hook.startswith("hook_rot_"):
         return compute(step.seen[f"{attn}.hook_{hook[-1]}"], *rest)
     q, k = (step.seen[f"{attn}.{letter}_norm.hook_normalized"] for letter in "qk")

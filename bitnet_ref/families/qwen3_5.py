@@ -253,8 +253,9 @@ def delta_conv(qkv: Floats, w: DeltaLayer, at: BlockPlace) -> Floats:
     mixed, states = np.empty_like(qkv), states_of(at.cache)
     for slot, position, rows in sequences(at.batch):
         before = states.begin(at.layer, slot, position)
-        mixed[rows] = causal_conv(np.concatenate([before, qkv[rows]]), w.conv)
-        before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
+        window = np.concatenate([before, qkv[rows]])
+        mixed[rows] = causal_conv(window, w.conv)
+        before[:] = window[len(window) - len(before) :]
     return mixed
 
 
@@ -429,9 +430,7 @@ def _array_shapes(config: Qwen35Config, layer: int) -> dict[str, tuple[int, ...]
 
 
 def _of_layers(config: Qwen35Config, layers: Sequence[int]) -> Qwen35Config:
-    has_delta = any(not config.attends(layer) for layer in layers)
-    delta = config.delta if has_delta else None
-    return config_of_layers(config, layers, delta=delta)
+    return config_of_layers(config, layers, delta=None if all(map(config.attends, layers)) else config.delta)
 
 
 def _new_states(config: Qwen35Config, slots: int, dtype: np.dtype) -> DeltaStates | None:

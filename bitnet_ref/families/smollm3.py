@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..errors import ConfigError, require
 from ..reference import layers
 from ..reference.config import ModelConfig, added
@@ -16,6 +14,8 @@ from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
 from .family import (
+    FULL,
+    SLIDING,
     Architecture,
     Edit,
     Family,
@@ -27,7 +27,7 @@ from .family import (
     TraceStep,
     change_steps,
     config_of_layers,
-    own_rope,
+    own_tables,
     types_of_layers,
 )
 from .llama import llama_steps
@@ -86,12 +86,12 @@ def without_rope(steps: list[TraceStep]) -> list[TraceStep]:
 def _read(keys: HfKeys) -> dict[str, Any]:
     """A window only where use_sliding_window says so, and by default only in layers without positions."""
     layers, interval = keys.count("num_hidden_layers"), keys.count("no_rope_layer_interval")
-    listed = keys.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
+    listed = keys.get("no_rope_layers", list(_by_interval(layers, interval)))
     if not isinstance(listed, list) or len(listed) < layers:
         raise ConfigError(f"expected 0 or 1 for each of {layers} layers, got {listed!r}"[:200], field="no_rope_layers")
     keys.ignore("max_window_layers")
     window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
-    types = ["sliding_attention" if window and not turns else "full_attention" for turns in listed[:layers]]
+    types = [SLIDING if window and not turns else FULL for turns in listed[:layers]]
     return {**keys.layer_types(window, types), "no_rope_layers": tuple(listed[:layers])}
 
 
@@ -108,8 +108,8 @@ def _write(config: SmolLm3Config) -> dict[str, Any]:
     }
 
 
-def _by_interval(layers: int) -> tuple[int, ...]:
-    return tuple(int((layer + 1) % INTERVAL != 0) for layer in range(layers))
+def _by_interval(layers: int, interval: int = INTERVAL) -> tuple[int, ...]:
+    return tuple(int((layer + 1) % interval != 0) for layer in range(layers))
 
 
 def _read_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ _DEFAULTS = {
 
 def turned_scores(step: Any, compute: Edit, q: Floats, k: Floats, window: int | None) -> Floats:
     """Scores of q and k with RoPE."""
-    tables = own_rope(step).tables(np.arange(len(q)), step.setting.config.rotary_size, np.float32)
+    tables = own_tables(step, len(q))
     return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)
 
 
