@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import GenerationError
+from ...errors import GenerationError, count_of
 from ...generation.params import SamplingParams
 from ..explain.diagnose import Diagnosis, sure_or_possible
 from .sampling_rules import TOP_P_STRICT, WRONG_RULES, Probabilities, Row, WrongRule, applies, truth
@@ -109,7 +109,7 @@ def _judge_exactly(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
         for row, their in zip(rows, theirs, strict=True)
     ):
         largest = max(float(np.abs(a - b).max()) for a, b in zip(theirs, right, strict=True))
-        count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
+        count = count_of(len(rows), "row")
         return SampleVerdict(True, f"AGREES: probabilities of {count}, largest difference {largest:.1g}", [])
     fitting = [rule for rule, given in _each_rule(draws, rows, right) if _is_close(theirs, given)]
     return SampleVerdict(False, _first_difference(theirs, right), _diagnoses(fitting, confirmed=len(fitting) == 1))
