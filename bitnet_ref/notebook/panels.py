@@ -262,9 +262,9 @@ def diagram(
             line |= {"patchA": drawn[start].get_bbox_patch(), "patchB": drawn[end].get_bbox_patch()}
             ax.annotate("", (x1, y1), (x0, y0), arrowprops=line, zorder=2)
             for word in label:
-                frame: dict[str, Any] = {"fc": COLOURS["zero"], "ec": "none", "pad": 1}
+                paper: dict[str, Any] = {"fc": COLOURS["zero"], "ec": "none", "pad": 1}
                 style = {"fontsize": 8, "ha": "center", "va": "center", "color": DARK}
-                ax.text((x0 + x1) / 2, (y0 + y1) / 2, word, bbox=frame, zorder=4, **style)
+                ax.text((x0 + x1) / 2, (y0 + y1) / 2, word, bbox=paper, zorder=4, **style)
         xs, ys = zip(*[(x, y) for x, y, _ in boxes.values()], strict=True)
         ax.set(xlim=(min(xs) - 0.6, max(xs) + 0.6), ylim=(min(ys) - 0.5, max(ys) + 0.5), **axes)
 
