@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends import NAMES
+from ..errors import count_of
 from .bench_model import model
 from .bench_shared import (
     Subject,
@@ -15,7 +16,6 @@ from .bench_shared import (
     differs,
     draw_by_shape,
     draw_table,
-    in_threads,
     in_time,
     load_options,
     machine_options,
@@ -80,7 +80,7 @@ def kernels(
 
 def draw_kernels(bench: KernelBench, out: Console) -> None:
     if bench.read_gb_per_s is not None:
-        reader = f"{in_threads(bench.threads)} ({bench.read_how})"
+        reader = f"{count_of(bench.threads, 'thread')} ({bench.read_how})"
         out.print(f"memory, read by {reader}: {bench.read_gb_per_s:.1f} GB/s at best")
     has_energy = any(result.joules_per_token is not None for result in bench.results)
 
@@ -124,7 +124,7 @@ def serve(subject: Subject, rates: tuple[float, ...], **options: Any) -> None:
 
 
 def draw_serve(bench: ServeBench, subject: Subject, out: Console) -> None:
-    threads = in_threads(bench.threads)
+    threads = count_of(bench.threads, "thread")
     out.print(f"{subject.title}; {bench.backend}, {threads}; at most {bench.config.max_batch} sequences per step")
     if not bench.equal:
         out.print("DIFFERS: a request gave something else among others than alone", style="bold red")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import count_of
 from .bench_shared import (
     Subject,
     describe_conditions,
     draw_table,
-    in_threads,
     in_time,
     report_bench,
     subject_options,
@@ -103,7 +103,7 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
     cfg, kernel_set = bench.config, f" {bench.kernel_set}" if bench.kernel_set else ""
     shape = f"{subject.shortened or cfg['num_hidden_layers']} layers of {cfg['hidden_size']}"
     yield "model", f"{subject.name}: {shape}, ffn {cfg['intermediate_size']}, vocab {cfg['vocab_size']}"
-    yield "backend", f"{bench.backend}{kernel_set}, {in_threads(bench.threads)}"
+    yield "backend", f"{bench.backend}{kernel_set}, {count_of(bench.threads, 'thread')}"
     yield "check", describe_check(bench.check)
     if bench.prompt is None or bench.decode is None or bench.read is None or bench.choose is None:
         return

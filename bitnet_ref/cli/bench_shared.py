@@ -250,10 +250,6 @@ def describe_conditions(conditions: Conditions | None, out: Console) -> None:
         out.print(f"energy: not measured: {conditions.why_no_energy}", style="dim")
 
 
-def in_threads(threads: int) -> str:
-    return f"{threads} thread{'s' if threads != 1 else ''}"
-
-
 def in_time(value_s: float) -> str:
     """0.00123 -> "1.23 ms" """
     for unit, scale in (("s", 1.0), ("ms", 1e3)):

@@ -13,7 +13,10 @@ from .shell import DIFFERS, LoadingBar, common_options, make_table, report, styl
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..crossval.explain.diagnose import Diagnoses, Diagnosis
+    from ..crossval.explain.diagnose import Diagnoses
+    from ..crossval.outputs.draws import SampleVerdict
+    from ..crossval.outputs.served import Served
+    from ..crossval.outputs.vectors import ServedVectors
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _FILE = click.Path(path_type=Path)
@@ -27,9 +30,7 @@ _DTYPE = click.option(
 )
 
 
-def draw_outputs(
-    rows: list[tuple[str, str, bool]], causes: Diagnoses | list[Diagnosis], out: Console, stopped: str = ""
-) -> None:
+def draw_outputs(rows: list[tuple[str, str, bool]], causes: Diagnoses, out: Console) -> None:
     """The verdicts (name, line, whether it agrees), then the causes."""
     table = [(name, style_text(verdict, "green" if agrees else "red")) for name, verdict, agrees in rows]
     out.print(make_table(("|", ""), table))
@@ -41,8 +42,15 @@ def draw_outputs(
         out.print("These cannot be told apart, or too few tokens speak for one of them:")
     for cause in (*certain, *possible):
         out.print(style_text(str(cause)))
-    if stopped:
-        out.print(style_text(f"the search for causes ended early: {stopped}", "yellow"))
+    if causes.stopped:
+        out.print(style_text(f"the search for causes ended early: {causes.stopped}", "yellow"))
+
+
+def report_outputs(name: str, verdict: Served | ServedVectors | SampleVerdict, remark: str = "", **facts: Any) -> None:
+    """Show a verdict and its causes, and exit with it. facts: more of them, for --json."""
+    rows = [(name, f"{verdict.verdict}{remark}", verdict.agrees)]
+    code = 0 if verdict.agrees else DIFFERS
+    report({**facts, **verdict.to_dict()}, lambda out: draw_outputs(rows, verdict.causes, out), code)
 
 
 @click.command("tokens", short_help="Token ids that an engine chose greedily.")
@@ -91,7 +99,7 @@ def tokens_command(
         "stopped": causes.stopped,
     }
     rows = [(name, greedy.verdict, greedy.agrees) for name, greedy in zip(names, judged, strict=True)]
-    report(facts, lambda out: draw_outputs(rows, causes, out, causes.stopped), 0 if agrees else DIFFERS)
+    report(facts, lambda out: draw_outputs(rows, causes, out), 0 if agrees else DIFFERS)
 
 
 @click.command("openai", short_help="A server with OpenAI's HTTP API.")
@@ -131,9 +139,7 @@ def openai_command(
     loaded = load_reference(model)
     if embeddings:
         vectors = cross_vectors(loaded, client, texts=prompts, engine_dtype=engine_dtype)
-        rows = [(client.url, vectors.verdict, vectors.agrees)]
-        code = 0 if vectors.agrees else DIFFERS
-        report({"model": model, **vectors.to_dict()}, lambda out: draw_outputs(rows, vectors.causes, out), code)
+        report_outputs(client.url, vectors, model=model)
         return
     with LoadingBar("asking the server") as bar:
         served = cross_server(
@@ -145,13 +151,7 @@ def openai_command(
             progress=bar.tell,
             budget_s=budget,
         )
-    rows = [(client.url, f"{served.verdict} (the server offers {served.offers})", served.agrees)]
-    code = 0 if served.agrees else DIFFERS
-    report(
-        {"model": model, **served.to_dict()},
-        lambda out: draw_outputs(rows, served.causes, out, served.causes.stopped),
-        code,
-    )
+    report_outputs(client.url, served, f" (the server offers {served.offers})", model=model)
 
 
 @click.command("sample", short_help="Logits, sampling parameters, and what an engine chose.")
@@ -166,11 +166,4 @@ def sample_command(file: Path) -> None:
     from ..crossval.outputs.draws import judge_draws
     from ..crossval.outputs.files import read_draws
 
-    verdict = judge_draws(read_draws(file))
-    rows: list[tuple[str, str, bool]] = [(file.name, verdict.verdict, verdict.agrees)]
-    code = 0 if verdict.agrees else DIFFERS
-
-    def draw(out: Any) -> None:
-        draw_outputs(rows, verdict.causes, out)
-
-    report(verdict.to_dict(), draw, code)
+    report_outputs(file.name, judge_draws(read_draws(file)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import BackendUnavailable, FormatError, describe
+from ..errors import BackendUnavailable, FormatError, count_of, describe
 from ..serving.engine_config import EngineConfig
 from ..system.json_file import parse_json_object
 from .generation_options import (
@@ -174,7 +174,7 @@ def draw_check(custom_id: str, check: AnswerCheck, backend: str, out: Console) -
     before = f"{custom_id}: " if custom_id else ""
     write(f"{before}{WORDS[check.verdict]}: {check.reason}")
     if check.tokens:
-        write(f"  {check.tokens} token{'s' * (check.tokens != 1)} computed again on {backend}")
+        write(f"  {count_of(check.tokens, 'token')} computed again on {backend}")
     if check.largest_logprob_error is not None:
         write(f"  log probabilities differ by at most {check.largest_logprob_error:.2g}")
     if (token := check.first_token) is not None:

@@ -4,7 +4,7 @@ May import everything below it: `api` and the rooms that it uses. Engines are in
 """
 
 from .engines.bitnet_cpp import cross_bitnet_cpp
-from .engines.outside import cross_engine, cross_engine_on
+from .engines.outside import cross_engine
 from .engines.written import EngineRun, run_written
 from .opponents import cross_backends, cross_trace, default_tokens
 from .precision import PrecisionBench, measure_precision
@@ -20,7 +20,6 @@ __all__ = [
     "cross_backends",
     "cross_bitnet_cpp",
     "cross_engine",
-    "cross_engine_on",
     "cross_trace",
     "default_tokens",
     "long_tokens",

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import accumulate, cycle, pairwise, product, takewhile
 from typing import Any
 
 import ml_dtypes
@@ -42,7 +42,7 @@ from ..families.lora import Adapter, LoraTerm, OnLinear, without_adapters
 from ..generation import SamplingParams
 from ..generation.sampling import choose, distribution, log_probabilities
 from ..reference import layers
-from ..reference.cache import TokenBatch
+from ..reference.cache import KVCache, TokenBatch
 from ..reference.layers import Array
 from ..reference.weights import DenseWeight
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
@@ -209,37 +209,32 @@ def _whole(model: Model, tokens: list[int], path: str | None) -> Array:
     return model.run(TokenBatch.of([(0, 0, tokens)]), model.new_cache(1, len(tokens)), path=path).all()
 
 
+def _in_calls(
+    model: Model, tokens: list[int], path: str | None, ends: Iterable[int], cache: KVCache | None = None, slot: int = 0
+) -> Array:
+    """In calls that end at these tokens. cache: None is a new one."""
+    cache = model.new_cache(1, len(tokens)) if cache is None else cache
+    batches = (TokenBatch.of([(slot, start, tokens[start:end])]) for start, end in pairwise([0, *ends]))
+    return np.concatenate([model.run(batch, cache, path=path).all() for batch in batches])
+
+
 def _in_chunks(model: Model, tokens: list[int], path: str | None) -> Array:
-    cache, start = model.new_cache(1, len(tokens)), 0
-    logits: list[Array] = []
-    while start < len(tokens):
-        chunk = tokens[start : start + CHUNKS[len(logits) % len(CHUNKS)]]
-        logits.append(model.run(TokenBatch.of([(0, start, chunk)]), cache, path=path).all())
-        start += len(chunk)
-    return np.concatenate(logits)
+    ends = takewhile(lambda end: end < len(tokens), accumulate(cycle(CHUNKS)))
+    return _in_calls(model, tokens, path, [*ends, len(tokens)])
 
 
 def _decoding(model: Model, tokens: list[int], path: str | None) -> Array:
     """A short prompt, then one token at a time: from the third step on a replayed step is a replayed one."""
-    cache, prefill = model.new_cache(1, len(tokens)), _prefill(tokens)
-    logits = [model.run(TokenBatch.of([(0, 0, tokens[:prefill])]), cache, path=path).all()]
-    for i in range(prefill, len(tokens)):
-        logits.append(model.run(TokenBatch.of([(0, i, tokens[i : i + 1])]), cache, path=path).all())
-    return np.concatenate(logits)
+    return _in_calls(model, tokens, path, range(_prefill(tokens), len(tokens) + 1))
 
 
 def _over_pages(model: Model, tokens: list[int], path: str | None) -> Array:
-    """A pool of small pages in reverse order, which the sequence gets as it grows."""
+    """As `_decoding`, over a pool of small pages in reverse order."""
     needed = -(-len(tokens) // PAGE_SIZE)
-    cache, start = model.new_cache(2, len(tokens), page_size=PAGE_SIZE, pages=needed + 1), 0
+    cache = model.new_cache(2, len(tokens), page_size=PAGE_SIZE, pages=needed + 1)
     assert isinstance(cache, PagedKVCache)
     cache.page_table[1, :needed] = np.arange(needed, 0, -1)
-    logits: list[Array] = []
-    while start < len(tokens):
-        stop = _prefill(tokens) if start == 0 else start + 1
-        logits.append(model.run(TokenBatch.of([(1, start, tokens[start:stop])]), cache, path=path).all())
-        start = stop
-    return np.concatenate(logits)
+    return _in_calls(model, tokens, path, range(_prefill(tokens), len(tokens) + 1), cache, slot=1)
 
 
 def _several(

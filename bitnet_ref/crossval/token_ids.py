@@ -11,7 +11,7 @@ import numpy as np
 from ..backends import Backend
 from ..backends.backend import plain_weights
 from ..backends.loaded import LoadedModel
-from ..errors import TokenizerError
+from ..errors import TokenizerError, count_of
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from .tolerances import NEAR_TIE, near_tie
@@ -156,7 +156,7 @@ class Greedy:
         if not self.compared:
             return "NOT COMPARABLE: the program gave no token"
         if self.parted is None:
-            count = f"{self.compared} tokens" if self.compared > 1 else "1 token"
+            count = count_of(self.compared, "token")
             margin = "" if self.smallest_margin is None else f", smallest margin {self.smallest_margin:.3g}"
             margin += "" if self.smallest_at is None else f" at token {self.smallest_at}"
             if self.ties:

@@ -57,12 +57,10 @@ def finish(ax: Any, axes: Mapping[str, Any], legend: str | bool) -> None:
         ax.legend(frameon=False, fontsize=8, loc="best" if legend is True else legend)
 
 
-def draw_marks(ax: Any, marks: Mapping[str, ArrayLike] | None, colours: Colours) -> None:
-    """Dotted vertical lines at the places of each label, red unless `colours` names the label."""
-    for label, places in (marks or {}).items():
-        colour = colour_of(colours, label, 0) if isinstance(colours, Mapping) and label in colours else WRONG
-        for number, place in enumerate(np.atleast_1d(places)):
-            ax.axvline(place, color=colour, lw=1.2, ls=":", label=None if number else label)
+def draw_levels(line: Callable[..., Any], levels: Mapping[str, float] | None) -> None:
+    """Lines at values, by `line`, which is `axhline` or `axvline`."""
+    for number, (label, level) in enumerate((levels or {}).items()):
+        line(level, color=INK, lw=1, ls=("--", ":", "-.")[number % 3], label=label)
 
 
 def bars(
@@ -102,9 +100,7 @@ def bars(
             if text:
                 ends = [text.format(value) for value in np.asarray(values)] if isinstance(text, str) else list(text)
                 ax.bar_label(drawn, labels=ends, padding=3, fontsize=8)
-        for number, (label, level) in enumerate((levels or {}).items()):
-            line = ax.axhline if upright else ax.axvline
-            line(level, color=INK, lw=1, ls=("--", ":", "-.")[number % 3], label=label)
+        draw_levels(ax.axhline if upright else ax.axvline, levels)
         shown = [plain(str(name)) for name in names]
         turned = upright and sum(map(len, shown)) > 60
         (ax.set_xticks if upright else ax.set_yticks)(places, shown, rotation=90 if turned else 0, fontsize=8)
@@ -128,8 +124,8 @@ def lines(
     **axes: Any,
 ) -> Draw:
     """A line (or points, by matplotlib's style, as "o-", for all or each) through (x, y) of each series.
-    bands: (low, high) of a series, shaded. marks: dotted vertical lines at x. levels: dashed horizontal lines at y.
-    notes: texts at (x, y)."""
+    bands: (low, high) of a series, shaded. marks: dotted vertical lines at x, red unless `colours` names them.
+    levels: dashed horizontal lines at y. notes: texts at (x, y)."""
 
     def draw(ax: Any) -> None:
         for number, (label, (x, y)) in enumerate(series.items()):
@@ -138,9 +134,11 @@ def lines(
             ax.plot(x, y, own, color=colour, label=label, ms=4, lw=1.5)
             if label in (bands or {}):
                 ax.fill_between(x, *(bands or {})[label], color=colour, alpha=0.2, lw=0)
-        draw_marks(ax, marks, colours)
-        for number, (label, level) in enumerate((levels or {}).items()):
-            ax.axhline(level, color=INK, lw=1, ls=("--", ":", "-.")[number % 3], label=label)
+        for label, places in (marks or {}).items():
+            colour = colour_of(colours, label, 0) if isinstance(colours, Mapping) and label in colours else WRONG
+            for number, place in enumerate(np.atleast_1d(places)):
+                ax.axvline(place, color=colour, lw=1.2, ls=":", label=None if number else label)
+        draw_levels(ax.axhline, levels)
         for label, place in (notes or {}).items():
             ax.annotate(label, place, (4, 4), textcoords="offset points", fontsize=8)
         finish(ax, axes, legend and len(series) + len(marks or ()) + len(levels or ()) > 1 and legend)
@@ -153,18 +151,15 @@ def histogram(
     bins: ArrayLike,
     *,
     colours: Colours = SERIES,
-    marks: Mapping[str, ArrayLike] | None = None,
-    legend: str | bool = True,
     **axes: Any,
 ) -> Draw:
     """How often the values of each series (of any shape) fall between two of the edges `bins`, one drawn over the
-    other. marks: dotted vertical lines at x."""
+    other."""
 
     def draw(ax: Any) -> None:
         for number, (label, values) in enumerate(series.items()):
             ax.hist(np.ravel(values), np.asarray(bins), color=colour_of(colours, label, number), label=label)
-        draw_marks(ax, marks, colours)
-        finish(ax, {"ylabel": "count", **axes}, legend and len(series) + len(marks or ()) > 1 and legend)
+        finish(ax, {"ylabel": "count", **axes}, len(series) > 1)
 
     return draw
 
@@ -267,15 +262,9 @@ def diagram(
             line |= {"patchA": drawn[start].get_bbox_patch(), "patchB": drawn[end].get_bbox_patch()}
             ax.annotate("", (x1, y1), (x0, y0), arrowprops=line, zorder=2)
             for word in label:
+                paper: dict[str, Any] = {"fc": COLOURS["zero"], "ec": "none", "pad": 1}
                 style = {"fontsize": 8, "ha": "center", "va": "center", "color": DARK}
-                ax.text(
-                    (x0 + x1) / 2,
-                    (y0 + y1) / 2,
-                    word,
-                    bbox={"fc": COLOURS["zero"], "ec": "none", "pad": 1},
-                    zorder=4,
-                    **style,
-                )
+                ax.text((x0 + x1) / 2, (y0 + y1) / 2, word, bbox=paper, zorder=4, **style)
         xs, ys = zip(*[(x, y) for x, y, _ in boxes.values()], strict=True)
         ax.set(xlim=(min(xs) - 0.6, max(xs) + 0.6), ylim=(min(ys) - 0.5, max(ys) + 0.5), **axes)
 

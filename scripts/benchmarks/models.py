@@ -18,9 +18,9 @@ from peers import PEERS, PeerBench, measure_peer
 
 from bitnet_ref.benchmark import SHAPES, measure_model, synthetic_model
 from bitnet_ref.cli.bench_model import draw_model
-from bitnet_ref.cli.bench_shared import Subject, in_threads, report_bench, subject_options, token_options
+from bitnet_ref.cli.bench_shared import Subject, report_bench, subject_options, token_options
 from bitnet_ref.cli.shell import AnyFunction, LoadingBar, common_options, size_in_words
-from bitnet_ref.errors import BackendError
+from bitnet_ref.errors import BackendError, count_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,7 @@ def describe_peer(bench: ModelBench, peer: PeerBench | str) -> str:
     assert bench.prompt_tokens_per_s is not None
     decode, prompt = peer.decode_tokens_per_s, peer.prompt_tokens_per_s
     return (
-        f" {peer.version}, {peer.weights}, {in_threads(peer.threads)}: decode {decode:.2f} tok/s best "
+        f" {peer.version}, {peer.weights}, {count_of(peer.threads, 'thread')}: decode {decode:.2f} tok/s best "
         f"(here {bench.decode_tokens_per_s / decode:.2f} x), prompt {prompt:.1f} "
         f"({bench.prompt_tokens_per_s / prompt:.2f} x), peak memory {size_in_words(peer.peak_memory_bytes)}"
     )

@@ -16,7 +16,7 @@ from helpers import DATA, GOLDEN, golden, model, rng
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
-from bitnet_ref.crossval import cross_engine, cross_engine_on, long_tokens, make_receipt, run_written, verify_receipt
+from bitnet_ref.crossval import cross_engine, long_tokens, make_receipt, run_written, verify_receipt
 from bitnet_ref.crossval.engines.engine import ExternalEngine, Outcome
 from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
 from bitnet_ref.crossval.engines.outside import ENGINES
@@ -66,7 +66,7 @@ def tokens_of(case):
 @needs_onnx
 def test_onnxruntime_agrees_and_its_receipt_holds(tmp_path):
     cases = ["bitnet-packed-offline", "llama-packed-rmsnorm", "rope-dynamic"]  # the others: slow
-    found = cross_engine_on("onnxruntime", [(GOLDEN / case, tokens_of(case)) for case in cases])
+    found = [cross_engine("onnxruntime", GOLDEN / case, tokens_of(case)) for case in cases]
     for case, (crossing,) in zip(cases, found, strict=True):
         assert crossing.agrees, f"{case}: {crossing.verdict}"
         free = crossing.comparisons[-1]
@@ -86,7 +86,8 @@ def test_onnxruntime_agrees_and_its_receipt_holds(tmp_path):
 def test_onnxruntime_on_every_case():
     cases = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
     subjects = [("storyteller", None), *((GOLDEN / case, tokens_of(case)) for case in cases)]
-    for (subject, _), (crossing,) in zip(subjects, cross_engine_on("onnxruntime", subjects), strict=True):
+    for subject, tokens in subjects:
+        (crossing,) = cross_engine("onnxruntime", subject, tokens)
         assert crossing.agrees, f"{subject}: {crossing.verdict}"
 
 
@@ -302,7 +303,8 @@ def test_tokens_before_a_flip_are_those_that_are_compared():
 def test_transformers():
     cases = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
     subjects = [("storyteller", None), *((GOLDEN / case, tokens_of(case)) for case in cases)]
-    for (subject, _), found in zip(subjects, cross_engine_on("transformers", subjects, python=PYTHON), strict=True):
+    for subject, tokens in subjects:
+        found = cross_engine("transformers", subject, tokens, python=PYTHON)
         by_name = {crossing.opponent: crossing for crossing in found}
         single = by_name["transformers float32"]
         assert single.agrees, f"{subject}: {single.verdict}"
@@ -319,8 +321,8 @@ def test_transformers():
 @needs(ENGINES["transformers"])
 def test_an_unmodified_oracle_agrees_for_every_family():
     families = sorted(path.parent.name for path in (DATA / "families").glob("*/model.safetensors"))
-    subjects = [(DATA / "families" / family, None) for family in families]
-    results = cross_engine_on("transformers", subjects, python=PYTHON, long=[2 + i % 60 for i in range(200)])
+    settings = {"python": PYTHON, "long": [2 + i % 60 for i in range(200)]}
+    results = [cross_engine("transformers", DATA / "families" / family, **settings) for family in families]
     for family, found in zip(families, results, strict=True):
         agreeing = [crossing for crossing in found if crossing.unavailable is None]
         assert all(crossing.agrees for crossing in agreeing), [each.verdict for each in agreeing]

@@ -1072,6 +1072,7 @@ CASES = {
             (Edit("x_int8 != 0", "gate > 0"), "rounded to 0"),
             (Edit("x_int8 != 0", "x_int8 > 0"), "below 0 counts"),
             (Edit("gate > 0, x_int8 != 0", "gate > 0"), "Two arrays"),
+            (Edit("gate > 0, x_int8 != 0", "np.array(2)"), "Two arrays"),
             (Edit("x_int8 != 0", "x_int8 == 0"), "need not be read"),
             (Edit("gate > 0, x_int8 != 0", "(gate > 0).sum(), (x_int8 != 0).sum()"), "shape"),
         ],

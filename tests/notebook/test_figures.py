@@ -118,14 +118,14 @@ def test_panels_draw_their_data():
 
 def test_panels_draw_counts_spreads_and_texts():
     draws = [
-        histogram({"all": [0, 0, 1], "some": [[1]]}, [-0.5, 0.5, 1.5], marks={"edge": 0.5}, title="t"),
+        histogram({"all": [0, 0, 1], "some": [[1]]}, [-0.5, 0.5, 1.5], title="t"),
         lines({"y": ([0, 1], [2, 3])}, bands={"y": ([1, 2], [3, 4])}, marks={"m": 0.5}, colours={"m": "good"}),
         bars(["a", "b"], {"one": [0, 2]}, text=["equal", "2.0"]),
     ]
     figure = panels(*draws, rows=3, heights=[2, 1, 1])
     counts, spread, named = figure.axes
     assert [bar.get_height() for bar in counts.patches] == [2, 1, 0, 1]
-    assert (counts.get_ylabel(), counts.get_title(), len(counts.lines)) == ("count", "t", 1)
+    assert (counts.get_ylabel(), counts.get_title(), len(counts.lines)) == ("count", "t", 0)
     band = spread.collections[0].get_paths()[0].vertices
     assert {tuple(point) for point in band.tolist()} == {(0, 1), (1, 2), (1, 4), (0, 3)}
     assert spread.lines[1].get_color() == COLOURS["good"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,52 +42,31 @@ def cross_engine(
     runs: further ones, in several calls or of several sequences, of `runs.RUNS`.
     Raises what loading the model raises, and ConfigError for an unknown engine.
     """
-    return cross_engine_on(name, [(source, tokens)], python=python, only=only, long=long, runs=runs)[0]
-
-
-def cross_engine_on(
-    name: str,
-    subjects: Sequence[tuple[str | os.PathLike[str], Sequence[int] | None]],
-    *,
-    python: str | None = None,
-    only: Sequence[str] | None = None,
-    long: Sequence[int] | None = None,
-    runs: Sequence[str] = (),
-) -> list[list[Crossing]]:
-    """`cross_engine` for several models, each with its tokens. The engine is started once."""
     if name not in ENGINES:
         raise ConfigError(f"no engine is called {name!r}; there are: {', '.join(ENGINES)}")
-    missing = ENGINES[name].missing(python)
-    attempts: list[tuple[Attempt, Sequence[int]]] = []
-    counts = []
-    for source, tokens in subjects:
-        path = find_model(source)
-        ids = default_tokens(load(path, backend="numpy")) if tokens is None else [int(token) for token in tokens]
-        chosen = [attempt for attempt in _MODULES[name].attempts(path) if only is None or attempt.opponent in only]
-        attempts += [(attempt, ids) for attempt in chosen]
-        counts.append(len(chosen))
-    crossings = iter(_run_attempts(ENGINES[name], python, attempts, missing, long, runs))
-    results = [list(islice(crossings, count)) for count in counts]
-    for result in results:
-        unknown = set(only or ()) - {crossing.opponent for crossing in result}
-        result += [Crossing(variant, unavailable="no variant has this name") for variant in sorted(unknown)]
-    return results
+    path = find_model(source)
+    ids = default_tokens(load(path, backend="numpy")) if tokens is None else [int(token) for token in tokens]
+    attempts = [attempt for attempt in _MODULES[name].attempts(path) if only is None or attempt.opponent in only]
+    crossings = _run_attempts(ENGINES[name], python, attempts, ids, long, runs)
+    unknown = set(only or ()) - {crossing.opponent for crossing in crossings}
+    return crossings + [Crossing(variant, unavailable="no variant has this name") for variant in sorted(unknown)]
 
 
 def _run_attempts(
     engine: ExternalEngine,
     python: str | None,
-    attempts: Sequence[tuple[Attempt, Sequence[int]]],
-    missing: str | None,
+    attempts: Sequence[Attempt],
+    tokens: Sequence[int],
     long: Sequence[int] | None,
-    runs: Sequence[str] = (),
+    runs: Sequence[str],
 ) -> list[Crossing]:
     """Prepare each attempt's file, record them all in one process, judge each."""
-    crossings = [Crossing(attempt.opponent, unavailable=missing or attempt.unavailable) for attempt, _ in attempts]
+    missing = engine.missing(python)
+    crossings = [Crossing(attempt.opponent, unavailable=missing or attempt.unavailable) for attempt in attempts]
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as temporary:
         ready: list[tuple[Crossing, Attempt, Model, dict[str, Any]]] = []
         further: dict[str, FurtherRun] = {}  # by the path of the trace
-        for i, (crossing, (attempt, tokens)) in enumerate(zip(crossings, attempts, strict=True)):
+        for i, (crossing, attempt) in enumerate(zip(crossings, attempts, strict=True)):
             if crossing.unavailable is not None:
                 continue
             folder = Path(temporary) / str(i)

@@ -127,6 +127,14 @@ def as_array(value: Any) -> Array:
     return array
 
 
+def as_parts(value: Any, count: int, wanted: str) -> Sequence[Any]:
+    """The results of a function that has so many. Raises Wrong with the sentence `wanted`."""
+    has_parts = isinstance(value, (tuple, list)) or (isinstance(value, np.ndarray) and value.ndim)
+    if not has_parts or len(value) != count:
+        raise Wrong(wanted)
+    return value
+
+
 def as_integers(value: Any) -> list[int]:
     """The whole numbers of an array or a list, of any shape. Raises Wrong."""
     array = as_array(value).ravel()

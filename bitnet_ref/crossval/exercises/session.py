@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...api import Model
+from ...errors import count_of
 from .declare import EXERCISES, Exercise, Unanswered, Wrong
 from .lessons import transformer
 from .tensors import expect_tensor
@@ -131,5 +132,4 @@ class Check:
     def _how_to_begin(exercise: Exercise | None) -> str:
         if exercise is None:
             return "not answered yet: it is None."
-        number = len(exercise.hints)
-        return f"not answered yet. check.hint() gives the first of {number} hint{'s' * (number > 1)}."
+        return f"not answered yet. check.hint() gives the first of {count_of(len(exercise.hints), 'hint')}."

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import count_of
 from .declare import EXERCISES, Exercise
 from .lessons import MODULES
 
@@ -80,9 +81,8 @@ def note(name: str, text: str) -> dict[str, Any]:
 
 def solution_text(exercise: Exercise) -> str:
     hints = "\n".join(f"{number}. {hint}" for number, hint in enumerate(exercise.hints, start=1))
-    points = "1 point" if exercise.points == 1 else f"{exercise.points} points"
     return (
-        f"> **Teacher: {exercise.name}**, about {exercise.minutes} minutes, {points}.\n\n"
+        f"> **Teacher: {exercise.name}**, about {exercise.minutes} minutes, {count_of(exercise.points, 'point')}.\n\n"
         f"```python\n{exercise.solution}\n```\n\nHints that `check.hint()` tells, in this order:\n\n{hints}\n"
     )
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import GenerationError
+from ...errors import GenerationError, count_of
 from ...generation.params import SamplingParams
-from ..explain.diagnose import Diagnosis, sure_or_possible
+from ..explain.diagnose import Diagnoses, sure_or_possible
 from .sampling_rules import TOP_P_STRICT, WRONG_RULES, Probabilities, Row, WrongRule, applies, truth
 
 
@@ -47,7 +47,7 @@ class SampleVerdict:
 
     agrees: bool
     verdict: str
-    causes: list[Diagnosis]
+    causes: Diagnoses
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,8 +109,8 @@ def _judge_exactly(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
         for row, their in zip(rows, theirs, strict=True)
     ):
         largest = max(float(np.abs(a - b).max()) for a, b in zip(theirs, right, strict=True))
-        count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
-        return SampleVerdict(True, f"AGREES: probabilities of {count}, largest difference {largest:.1g}", [])
+        count = count_of(len(rows), "row")
+        return SampleVerdict(True, f"AGREES: probabilities of {count}, largest difference {largest:.1g}", Diagnoses())
     fitting = [rule for rule, given in _each_rule(draws, rows, right) if _is_close(theirs, given)]
     return SampleVerdict(False, _first_difference(theirs, right), _diagnoses(fitting, confirmed=len(fitting) == 1))
 
@@ -125,8 +125,8 @@ def _first_difference(theirs: Sequence[Probabilities], right: Sequence[Probabili
     )
 
 
-def _diagnoses(rules: Sequence[WrongRule], confirmed: bool) -> list[Diagnosis]:
-    return [sure_or_possible(rule.name, rule.cause, rule.remedy, confirmed) for rule in rules]
+def _diagnoses(rules: Sequence[WrongRule], confirmed: bool) -> Diagnoses:
+    return Diagnoses(sure_or_possible(rule.name, rule.cause, rule.remedy, confirmed) for rule in rules)
 
 
 def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
@@ -141,7 +141,7 @@ def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
     deviations = 0.0 if impossible else _deviations(right, draws.chosen)
     if impossible is None and best - likelihood < _CLEAR and abs(deviations) < _DEVIATIONS:
         spread = f"ln likelihood {likelihood:.1f}, {deviations:+.1f} standard deviations from what is expected"
-        return SampleVerdict(True, f"AGREES: {count} choices, all possible; {spread}", [])
+        return SampleVerdict(True, f"AGREES: {count} choices, all possible; {spread}", Diagnoses())
     if impossible is not None:
         row, token = impossible
         verdict = f"DIFFERS at row {row}: token {token} was chosen, which the reference excludes"

@@ -176,12 +176,12 @@ class Profile:
                     words += f", {linear} {min(shares):.0%} to {max(shares):.0%} not {verb}"
         return words + (f", steps of {len(self.threads)} threads, which overlap" if len(self.threads) > 1 else "")
 
-    def _rows(self, blocks: bool = False) -> Iterator[TableRow]:
-        return table_rows(self.in_order(), self.wall_s, self.outside_s, blocks)
+    def _rows(self) -> Iterator[TableRow]:
+        return table_rows(self.in_order(), self.wall_s, self.outside_s)
 
-    def table(self, *, blocks: bool = False) -> Any:
-        """A rich table of the phases, the parts of the model and their operations. blocks: each block by itself."""
-        return as_table(self._rows(blocks))
+    def table(self) -> Any:
+        """A rich table of the phases, the parts of the model and their operations."""
+        return as_table(self._rows())
 
     def __str__(self) -> str:
         return as_text(self.caption, self._rows())

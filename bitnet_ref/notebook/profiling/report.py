@@ -39,8 +39,8 @@ class TableRow:
         return ("  " * self.level + self.name, str(node.calls or ""), total, f"{self.share:.1%}", own, mean, *read)
 
 
-def table_rows(phases: Sequence[Phase], wall_s: float, outside_s: float, blocks: bool = False) -> Iterator[TableRow]:
-    """From the top down. blocks: each block by itself, else all blocks in one line."""
+def table_rows(phases: Sequence[Phase], wall_s: float, outside_s: float) -> Iterator[TableRow]:
+    """From the top down, all blocks in one line."""
 
     def row(level: int, node: OpTime, name: str) -> TableRow:
         return TableRow(level, node, name, node.total_s / (wall_s or 1.0))
@@ -51,7 +51,7 @@ def table_rows(phases: Sequence[Phase], wall_s: float, outside_s: float, blocks:
             yield from below(child, level + 1)
 
     for phase in phases:
-        top = phase.forward if blocks else phase.merged()
+        top = phase.merged()
         yield row(0, top, phase.title)
         yield from below(top, 1)
     yield row(0, OpTime("outside", total_s=outside_s), "outside the model: choosing tokens, text, Python")

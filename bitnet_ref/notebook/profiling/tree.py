@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...errors import count_of
+
 BLOCKS = ("attention_block", "feed_forward")  # as `reference/model.py` calls them
 KINDS = ("prefill", "mixed", "decode")  # of steps
 
@@ -68,7 +70,7 @@ class Phase:
     def title(self) -> str:
         """ "decode: 31 steps, 31 tokens, 1.52 ms per token" """
         steps, tokens = self.forward.calls, self.tokens
-        words = f"{self.kind}: {steps} step{'s' * (steps != 1)}, {tokens} token{'s' * (tokens != 1)}"
+        words = f"{self.kind}: {count_of(steps, 'step')}, {count_of(tokens, 'token')}"
         return f"{words}, {self.forward.total_s / tokens * 1e3:.3g} ms per token" if tokens else words
 
     def merged(self) -> OpTime:

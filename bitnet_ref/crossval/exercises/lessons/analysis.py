@@ -30,67 +30,43 @@ def where_it_begins(answer: Any) -> str:
     names = ("embed", "norm", "x_int8", "acc", "out", "logits")
     right = {name: draw.normal(size=(4, 8)) for name in names}
     right["x_int8"] = draw.integers(-127, 128, (4, 8)).astype(np.int8)
-    noisy = {"norm": right["norm"] * (1 + 1e-7)}
-    later = {name: 1.1 * right[name] for name in ("out", "logits")}
-    other = {"x_int8": np.roll(right["x_int8"], 1)}
-    holes, masked, mask = ({"norm": np.where(np.eye(4, 8) > 0, fill, right["norm"])} for fill in (np.nan, -np.inf, 0))
-    without = {name: right[name] for name in names if name not in ("norm", "acc")}
-    cases: list[tuple[dict[str, Array], dict[str, Array], str, str]] = [
-        (right, right | later, "out", "The last two tensors are 1.1 times the right ones."),
-        (
-            right,
-            right | {"acc": 1.01 * right["acc"]} | later,
-            "acc",
-            "One is wrong by a hundredth, and those behind it by a tenth.",
-        ),
-        (right, right | noisy | later, "out", "One differs by 1e-7 of its size, which is rounding."),
-        (
-            right,
-            dict(reversed((right | later).items())),
+    norm, whole = right["norm"], right | {name: 1.1 * right[name] for name in ("out", "logits")}
+    off, more_off = (whole | {"acc": factor * right["acc"]} for factor in (1.001, 1.01))
+    holes, masked, unmasked = (np.where(np.eye(4, 8) > 0, fill, norm) for fill in (np.nan, -np.inf, 0))
+    tiny, not_so_tiny = (np.where(np.arange(32).reshape(4, 8) == 0, first, norm) for first in (1e-6, 2e-4))
+    reordered = dict(reversed(whole.items()))
+    without = {name: whole[name] for name in names if name not in ("norm", "acc")}
+    # the first that is wrong, the tensors of `wrong`, "norm" of `right`
+    cases: dict[str, tuple[str, dict[str, Array], Array]] = {
+        "The last two tensors are 1.1 times the right ones.": ("out", whole, norm),
+        "One is wrong by a hundredth, and those behind it by a tenth.": ("acc", more_off, norm),
+        "One differs by 1e-7 of its size, which is rounding.": ("out", whole | {"norm": norm * (1 + 1e-7)}, norm),
+        "`wrong` lists its tensors in another order; `right` has that of the run.": ("out", reordered, norm),
+        "`wrong` has not all of the tensors.": ("out", without, norm),
+        "The integers are others.": ("x_int8", whole | {"x_int8": np.roll(right["x_int8"], 1)}, norm),
+        "A tensor has NaN in it, and NaN > 1e-4 is False.": ("norm", whole | {"norm": holes}, norm),
+        "A tensor has −inf at the same places in both engines. −inf − (−inf) is NaN, and they are equal.": (
             "out",
-            "`wrong` lists its tensors in another order; `right` has that of the run.",
+            whole | {"norm": masked},
+            masked,
         ),
-        (right, without | later, "out", "`wrong` has not all of the tensors."),
-        (right, right | other | later, "x_int8", "The integers are others."),
-        (right, right | holes | later, "norm", "A tensor has NaN in it, and NaN > 1e-4 is False."),
-        (
-            right | masked,
-            right | masked | later,
+        "A tensor has 0 where −inf is right: its mask is missing.": ("norm", whole | {"norm": unmasked}, masked),
+        "One is wrong by a thousandth, and more than 1e-4 counts.": ("acc", off, norm),
+        "One has values of some 1e4 and differs by 1e-7 of its size: divide by the length of the right tensor.": (
             "out",
-            "A tensor has −inf at the same places in both engines. −inf − (−inf) is NaN, and they are equal.",
+            whole | {"norm": norm * 1e4 * (1 + 1e-7)},
+            norm * 1e4,
         ),
-        (right | masked, right | mask | later, "norm", "A tensor has 0 where −inf is right: its mask is missing."),
-    ]
-    large, tiny, off = right["norm"] * 1e4, right["norm"].copy(), right["norm"].copy()
-    tiny[0, 0], off[0, 0] = 1e-6, 2e-4
-    cases += [
-        (
-            right,
-            right | {"acc": 1.001 * right["acc"]} | later,
-            "acc",
-            "One is wrong by a thousandth, and more than 1e-4 counts.",
-        ),
-        (
-            right | {"norm": large},
-            right | {"norm": large * (1 + 1e-7)} | later,
-            "out",
-            "One has values of some 1e4 and differs by 1e-7 of its size: divide by the length of the right tensor.",
-        ),
-        (
-            right | {"norm": tiny},
-            right | {"norm": off} | later,
-            "out",
-            "One has a single tiny element that is wrong, in a tensor whose relative L2 error is below 1e-4: "
-            "compare lengths of whole tensors, not elements.",
-        ),
-    ]
+        "One has a single tiny element that is wrong, in a tensor whose relative L2 error is below 1e-4: "
+        "compare lengths of whole tensors, not elements.": ("out", whole | {"norm": not_so_tiny}, tiny),
+    }
     named = []
-    for recorded, wrong, _, _ in cases:
+    for _, wrong, right_norm in cases.values():
         try:
-            named.append(run(answer, dict(recorded), dict(wrong)))
+            named.append(run(answer, right | {"norm": right_norm}, dict(wrong)))
         except NoResult:
             named.append(None)
-    for name, (_, _, first, what) in zip(named, cases, strict=True):
+    for name, (what, (first, _, _)) in zip(named, cases.items(), strict=True):
         if name is None:
             raise Wrong(f"{what} Your function returned None, which says that nothing differs. The first is {first!r}.")
         if str(name) != first:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from ....errors import BitNetRefError, describe
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number
+from ..answers import as_array, as_number, as_parts, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run, said_of
 from ..registers import Avx2
 from ..tables import judged_by_table
@@ -140,9 +140,8 @@ def rows_and_columns(answer: Any) -> str:
     gate = draw.normal(size=(5, 40)).astype(np.float32)
     gate[0, :4] = 0
     x_int8 = np.where(gate > 0, draw.integers(-3, 4, gate.shape), 0).astype(np.int8)
-    result = run(answer, gate, x_int8)
-    if not isinstance(result, (tuple, list, np.ndarray)) or len(result) != 2:
-        raise Wrong("Two arrays are wanted: the rows of up_proj, and the columns of down_proj.")
+    wanted = "Two arrays are wanted: the rows of up_proj, and the columns of down_proj."
+    rows, columns = as_parts(run(answer, gate, x_int8), 2, wanted)
     of_rows = {
         "a gate of 0 is closed, too: ReLU² of it is 0": gate >= 0,
         "a negative gate is closed: ReLU² of it is 0": gate != 0,
@@ -155,8 +154,8 @@ def rows_and_columns(answer: Any) -> str:
         "those that need not be read": x_int8 == 0,
     }
     for what, mine, right, mistakes in (
-        ("rows of up_proj", result[0], gate > 0, of_rows),
-        ("columns of down_proj", result[1], x_int8 != 0, of_columns),
+        ("rows of up_proj", rows, gate > 0, of_rows),
+        ("columns of down_proj", columns, x_int8 != 0, of_columns),
     ):
         with said_of(f"The {what}:"):
             expect_array(mine, right, mistakes=mistakes)

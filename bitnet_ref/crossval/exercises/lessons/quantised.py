@@ -19,7 +19,7 @@ from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryWeight
-from ..answers import as_array, as_number, expect_array, expect_names, expect_number, expect_set
+from ..answers import as_array, as_number, as_parts, expect_array, expect_names, expect_number, expect_set
 from ..declare import Wrong, draws, exercise, run, said_of
 from ..tables import judged_by_table
 
@@ -34,10 +34,7 @@ def ternary_matrix(answer: Any) -> str:
     w = (draw.normal(0.4, 2, (6, 16)) * draw.uniform(0.5, 1.5, (6, 1))).astype(np.float32)
     w[np.abs(np.abs(w) / np.abs(w).mean() - 0.5) < 0.01] *= np.float32(0.9)  # nothing near a half: W · (1/s) is W / s
     right, s = quantization.quantize_weights(w)
-    result = run(answer, w)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise Wrong("Two results are wanted, w_t and s.")
-    w_t, scale = as_array(result[0]), as_array(result[1])
+    w_t, scale = map(as_array, as_parts(run(answer, w), 2, "Two results are wanted, w_t and s."))
     if w_t.shape == () and scale.shape == w.shape:
         raise Wrong("The matrix comes first, then the scale: return w_t, s.")
     if scale.size in w.shape:
@@ -266,10 +263,7 @@ def absmax(answer: Any) -> str:
     x[0] = np.arange(64, dtype=np.float32) - 31.5  # ties, since the scale is 1
     x[0, 0] = 127
     right_q, right_a = quantization.quantize_activations(x)
-    result = run(answer, x)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise Wrong("Two arrays are wanted, x_q and a.")
-    x_q, a = as_array(result[0]), as_array(result[1])
+    x_q, a = map(as_array, as_parts(run(answer, x), 2, "Two arrays are wanted, x_q and a."))
     if a.shape in ((1, x.shape[1]), (x.shape[1],)):
         raise Wrong("a: a scale for each feature. Each token has its own: axis=-1, keepdims=True.")
     if a.size == 1:
@@ -560,9 +554,8 @@ def reader_of_tq2_0(answer: Any) -> str:
     data = blocks_from_ternary(w_t, float(draw.uniform(0.01, 0.1)), "TQ2_0").ravel()
     scale = data[64:66]
     right = float(scale.view(np.float16)[0])
-    result = run(answer, data, w_t.shape)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise Wrong("Two results are wanted: the weights, of the given shape, and the scale.")
+    wanted = "Two results are wanted: the weights, of the given shape, and the scale."
+    mine, its_scale = as_parts(run(answer, data, w_t.shape), 2, wanted)
     halves = w_t.reshape(-1, 2, 4, 32)
     fields = data.reshape(-1, 66)[:, :64].reshape(-1, 2, 32)
     mistakes = {
@@ -591,7 +584,7 @@ def reader_of_tq2_0(answer: Any) -> str:
         .swapaxes(2, 3)
         .reshape(6, 512),
     }
-    expect_array(result[0], w_t, mistakes=mistakes)
+    expect_array(mine, w_t, mistakes=mistakes)
     wrong = {
         "Its two bytes are exchanged: the lower one comes first.": scale[::-1].copy().view(np.float16)[0],
         "Those are its bits as an integer; read them as float16.": scale.view(np.uint16)[0],
@@ -599,7 +592,7 @@ def reader_of_tq2_0(answer: Any) -> str:
         "Those are the block's first two bytes, which are codes; it ends in the scale.": data[:2].view(np.float16)[0],
         "That is 1 over the scale; it is stored as it is.": 1 / np.float16(right),
     }
-    expect_number(result[1], right, mistakes=wrong, hint="The scale is the float16 in the last two bytes of a block.")
+    expect_number(its_scale, right, mistakes=wrong, hint="The scale is the float16 in the last two bytes of a block.")
     return "A reader of a GGUF type, in four lines."
 
 

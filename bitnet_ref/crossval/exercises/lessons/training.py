@@ -10,7 +10,7 @@ import numpy as np
 from ....reference import quantization
 from ....reference.config import ModelConfig
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number
+from ..answers import as_array, as_number, as_parts, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run, said_of
 
 if TYPE_CHECKING:
@@ -24,10 +24,8 @@ def backward_of_a_bitlinear(answer: Any) -> str:
     w *= np.float32(0.02)
     w_t, s = quantization.quantize_weights(w)
     x_q, a = quantization.quantize_activations(x)
-    result = run(answer, dy, x, w)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise Wrong("Two gradients are wanted, dx and dW.")
-    if as_array(result[0]).shape == w.shape and as_array(result[1]).shape == x.shape:
+    dx, dw = as_parts(run(answer, dy, x, w), 2, "Two gradients are wanted, dx and dW.")
+    if as_array(dx).shape == w.shape and as_array(dw).shape == x.shape:
         raise Wrong("The two gradients are exchanged: dx, of the shape of x, comes first.")
     x_float = x_q / a
     of_x = {
@@ -54,8 +52,8 @@ def backward_of_a_bitlinear(answer: Any) -> str:
         "large masters get no gradient; straight through, all get theirs": np.where(np.abs(w) < s, dy.T @ x_float, 0),
     }
     for name, got, right, mistakes in (
-        ("dx", result[0], dy @ (w_t * s), of_x),
-        ("dW", result[1], dy.T @ x_float, of_w),
+        ("dx", dx, dy @ (w_t * s), of_x),
+        ("dW", dw, dy.T @ x_float, of_w),
     ):
         with said_of(f"{name}:"):
             expect_array(got, right, mistakes=mistakes)
@@ -254,9 +252,8 @@ def compare_two(
     b: Array,
 ) -> None:
     """Raises Wrong unless the difference and the error are right.   a, b: the losses at the best rates."""
-    result = run(answer, one, other)
-    if not isinstance(result, (tuple, list, np.ndarray)) or len(result) != 2:
-        raise Wrong("Two numbers are wanted: the difference, and its standard error.")
+    wanted = "Two numbers are wanted: the difference, and its standard error."
+    difference, error = as_parts(run(answer, one, other), 2, wanted)
     all_a, all_b = np.array([*one.values()]), np.array([*other.values()])
     lucky = all_a[np.argmin(all_a.min(axis=1))].mean() - all_b[np.argmin(all_b.min(axis=1))].mean()
     gap = float(a.mean() - b.mean())
@@ -272,7 +269,7 @@ def compare_two(
         "Those are medians; the means are asked.": np.median(a) - np.median(b),
     }
     expect_number(
-        result[0], gap, within=1e-6, mistakes=of_gap, hint="The difference of the two lowest means of the seeds."
+        difference, gap, within=1e-6, mistakes=of_gap, hint="The difference of the two lowest means of the seeds."
     )
     n, va, vb = len(a), float(a.var(ddof=1)), float(b.var(ddof=1))
     right = float(np.sqrt((va + vb) / n))
@@ -295,7 +292,7 @@ def compare_two(
         "That is the difference over its error; the error itself is asked.": gap / right,
     }
     expect_number(
-        result[1], right, within=1e-6, mistakes=of_error, hint="The root of the two squared deviations, each over n."
+        error, right, within=1e-6, mistakes=of_error, hint="The root of the two squared deviations, each over n."
     )
 
 

@@ -12,7 +12,7 @@ from ....api import Model
 from ....backends import Backend
 from ....generation.sampling import log_probabilities
 from ....reference.layers import Array
-from ..answers import as_array, as_integers, as_number, expect_array, expect_number
+from ..answers import as_array, as_integers, as_number, as_parts, expect_array, expect_number
 from ..declare import NoResult, Wrong, draws, exercise, run
 from ..engines import run_engine, unequal
 
@@ -219,9 +219,8 @@ def row_of_the_table(answer: Any) -> str:
     tokens = draw.integers(0, 30, 9).tolist()
     right = {name: draw.normal(size=(9, 30)) for name in ("q", "norm", "z", "lm_head.hook_out")}
     theirs = {name: right[name] + draw.normal(size=(9, 30)) for name in ("z", "lm_head.hook_out")} | {"q": right["q"]}
-    given = run(answer, right, theirs, tokens)
-    if not isinstance(given, (tuple, list)) or len(given) != 4:
-        raise Wrong("Four things are wanted, in this order: KL, visible, loss, first difference.")
+    wanted = "Four things are wanted, in this order: KL, visible, loss, first difference."
+    given = as_parts(run(answer, right, theirs, tokens), 4, wanted)
     ours, other = (log_probabilities(each["lm_head.hook_out"]) for each in (right, theirs))
     far, loss = (np.exp(ours) * (ours - other)).sum(-1), [-z[np.arange(8), tokens[1:]].mean() for z in (ours, other)]
     if as_array(given[0]).shape == far.shape:
