@@ -136,17 +136,12 @@ def read_body(body: Mapping[str, Any]) -> dict[str, Any]:
     form = config.get("format")
     thinking = body.get("thinking") or {}
     return {
-        "model": body.get("model"),
+        **{name: body.get(name) for name in ("model", "max_tokens", "stream", "temperature", "top_k", "seed")},
         "messages": join_system(messages),
         "continue_final_message": goes_on or None,
         "add_generation_prompt": False if goes_on else None,
-        "max_tokens": body.get("max_tokens"),
-        "stream": body.get("stream"),
         "stop": [text for text in body.get("stop_sequences") or [] if text] or None,
-        "temperature": body.get("temperature"),
         "top_p": body.get("top_p") or None,
-        "top_k": body.get("top_k"),
-        "seed": body.get("seed"),
         "tools": tools or None,
         "tool_choice": _read_choice(choice) if tools or choice.get("type") not in (None, "auto", "none") else None,
         "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
