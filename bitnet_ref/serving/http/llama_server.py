@@ -19,7 +19,7 @@ from . import schemas
 from .chat_prompt import chat_text
 from .choices import Asked, Choice, Writer
 from .schemas import CHAT, COMPLETION, IDS, MAYBE, TEXT, describe_number, describe_object
-from .shapes import infill_ids
+from .shapes import infill_ids, name_marks
 from .translate import ask_completion
 from .writers import write_event
 
@@ -75,10 +75,6 @@ def make_routes(server: Server) -> list[Route]:
     async def props(request: Request) -> Response:
         async with server.borrow(dict(request.query_params)) as (name, engine):
             tokenizer = engine.model.tokenizer
-            marks = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-            facts: dict[str, Any] = {
-                key: "" if token is None else tokenizer.id_to_token(token) for key, token in marks.items()
-            }
             sampling = engine.config.sampling.items()
             params = {name.replace("repetition", "repeat"): n for name, n in sampling if isinstance(n, int | float)}
             settings = {"n_ctx": engine.model.context_length, "params": params}
@@ -90,7 +86,7 @@ def make_routes(server: Server) -> list[Route]:
                     "chat_template": server.chat_template or tokenizer.chat_template or "",
                     "modalities": {"vision": False, "audio": False},
                     "build_info": f"bitnet_ref {server.version}",
-                    **facts,
+                    **{key: name or "" for key, name in name_marks(tokenizer).items()},
                 }
             )
 

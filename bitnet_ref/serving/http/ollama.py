@@ -29,12 +29,10 @@ from .choices import Asked
 from .events import Block
 from .fields import ignored, refused
 from .replies import KNOWN_MARKS
-from .request_log import record_of
 from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import INFILL_TOKENS, infill_ids
 from .tools import function_tool
 from .translate import ask_chat, ask_completion
-from .waiting import unless_gone
 from .writers import BlockWriter, write_json
 
 if TYPE_CHECKING:
@@ -152,9 +150,7 @@ def make_routes(server: Server) -> list[Route]:
         given = {"input": texts}
         if body.get("truncate") is not False:
             given |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
-        async with server.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, given))
-            record_of(request).prompt_tokens = tokens
+        name, vectors, tokens = await server.read_texts(request, body, lambda model: server.embed(model, given))
         rows = vectors.tolist()
         if body.get("dimensions") not in (None, len(rows[0])):
             raise RequestError(f"dimensions: this model's vectors have {len(rows[0])}", "dimensions")

@@ -182,6 +182,12 @@ def token_ids_of(tokenizer: Tokenizer, mark: str) -> list[int]:
     return tokenizer.encode(mark, add_special_tokens=False) if token is None else [token]
 
 
+def name_marks(tokenizer: Tokenizer) -> dict[str, str | None]:
+    """The tokens that begin and end a text, by name."""
+    marks = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    return {key: None if token is None else tokenizer.id_to_token(token) for key, token in marks.items()}
+
+
 def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
     params = {name: body[name] for name in PASSED if body.get(name) is not None}
     if isinstance(params.get("logit_bias"), list):
