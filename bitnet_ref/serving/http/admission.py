@@ -72,8 +72,7 @@ class Admission:
                         raise too_large
         except TimeoutError:
             request.scope[SCOPE_KEY].is_read = True  # so that nothing waits for the rest of the body
-            message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
-            raise RequestError(message, status=408) from None
+            raise RequestError(f"the body did not arrive within {self.limits.body_timeout_s:g} s", status=408) from None
         self._enter(request, len(data))
         return bytes(data)
 
@@ -110,8 +109,7 @@ class Admission:
             async with asyncio.timeout_at(None if admitted is None else admitted.deadline_s):
                 return await asyncio.get_running_loop().run_in_executor(executor, call)
         except TimeoutError:
-            message = f"the request is not finished after {self.limits.request_timeout_s:g} s"
-            raise RequestTimeout(message) from None
+            raise RequestTimeout(f"the request is not finished after {self.limits.request_timeout_s:g} s") from None
 
 
 SCOPE_KEY = "bitnet_ref.intake"

@@ -75,7 +75,7 @@ class Asked:
         """Queue all texts: n of each prompt. Raises what `Engine.submit` and `prove_guide` raise."""
         texts = len(self.prompts) * self.params.get("n", 1)
         if texts > engine.config.max_queue:
-            raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
+            raise RequestError(f"{texts} texts are more than this server's queue holds", "prompt")
         prove_guide(engine.config.params(self.params), engine.model.vocabulary)
         choices: list[Choice] = []
         form = {"n": 1, "echo": False}  # of the answer, which the request alone decides

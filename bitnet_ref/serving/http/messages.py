@@ -192,7 +192,7 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
 def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         kind = str(tool["type"])[:60]
-        raise RequestError(f"tools: {kind!r} would run on a server, and this one has only the client's tools", "tools")
+        raise RequestError(f"{kind!r} would run on a server, and this one has only the client's tools", "tools")
     return function_tool(tool, "tools", "input_schema")
 
 
@@ -200,7 +200,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Any:
     kind = choice.get("type", "auto")
     if kind == "tool":
         if not isinstance(choice.get("name"), str):
-            raise RequestError("tool_choice.name: is missing", "tool_choice")
+            raise RequestError("is missing", "tool_choice.name")
         return {"type": "function", "function": {"name": choice["name"]}}
     return {"any": "required"}.get(kind, kind)
 

@@ -74,7 +74,7 @@ def make_routes(server: Server) -> list[Route]:
         body = await server.body(request)
         first, second = ([text] if isinstance(text, str) else text for text in (body["text_1"], body["text_2"]))
         if len(first) not in (1, len(second)):
-            raise RequestError(f"text_1: expected one text or {len(second)}, as text_2 has", "text_1")
+            raise RequestError(f"expected one text or {len(second)}, as text_2 has", "text_1")
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
         scores, facts = await score_pairs(request, body, "score", pairs)
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]

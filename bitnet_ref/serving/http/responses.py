@@ -200,7 +200,7 @@ def _read_format(form: Mapping[str, Any]) -> dict[str, Any] | None:
     if form.get("type") != "json_schema":
         return {"type": form["type"]} if "type" in form else None
     if "schema" not in form:
-        raise RequestError("text.format.schema: is missing", "text.format.schema")
+        raise RequestError("is missing", "text.format.schema")
     return {"type": "json_schema", "json_schema": {"name": str(form.get("name", "reply")), "schema": form["schema"]}}
 
 

@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class RequestError(BitNetRefError):
-    """An HTTP request that is refused: its status, and the parameter that is wrong."""
+    """An HTTP request that is refused: its status, and `field`, the parameter that is wrong."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        self.param, self.status, self.code = param, status, code
-        super().__init__(message)
+    def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
+        self.status, self.code = status, code
+        super().__init__(message, field=field)
 
 
 def or_null(schema: Schema) -> Schema:
@@ -318,16 +318,16 @@ def check(value: Any, path: str) -> None:
             wrong = next(key for key in error.value if key not in error.definition["properties"])
             known = error.definition["properties"]
             used = [key for key, schema in known.items() if not is_unused(schema)]
-            raise RequestError(f"{wrong}: there is no such parameter; {suggest(wrong, used, known)}", wrong) from None
+            raise RequestError(f"there is no such parameter; {suggest(wrong, used, known)}", wrong) from None
         if error.rule == "required" and isinstance(error.value, dict):
-            name = next(key for key in error.definition["required"] if key not in error.value)
-            raise RequestError(f"{'.'.join([*map(str, error.path[1:]), name])}: is missing", name) from None
+            missing = next(key for key in error.definition["required"] if key not in error.value)
+            raise RequestError("is missing", f"{name}.{missing}" if name else missing) from None
         if error.rule == "enum" and error.rule_definition == OFF:
-            raise RequestError(f"{name}: {error.definition['description']}", name) from None
+            raise RequestError(error.definition["description"], name) from None
         rule = _RULES.get(str(error.rule))
         expected = _in_words(error.definition) if rule is None else rule.format(error.rule_definition)
-        got = describe(error.value)
-        raise RequestError(f"{name or 'the body'}: expected {expected}, got {got}", name) from None
+        message = f"expected {expected}, got {describe(error.value)}"
+        raise RequestError(message if name else f"the body: {message}", name) from None
 
 
 _RULES = {

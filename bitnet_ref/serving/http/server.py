@@ -136,7 +136,7 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         body = await self.body(request)
         if (body.get("prompt") is None) == (body.get("messages") is None):
-            raise RequestError("prompt: expected either a prompt or messages", "prompt")
+            raise RequestError("expected either a prompt or messages", "prompt")
         async with self.borrow(body) as (_, engine):
 
             def answer() -> Response:
@@ -201,7 +201,7 @@ class Server:
         for name in ("replica", "after"):
             text = request.query_params.get(name, "0")
             if re.fullmatch("[0-9]{1,18}", text) is None:
-                raise RequestError(f"{name}: expected a whole number, got {text[:50]!r}", name)
+                raise RequestError(f"expected a whole number, got {text[:50]!r}", name)
             numbers[name] = int(text)
         facts = {"model": model, "loaded": place.engine is not None}
         if place.engine is not None:
