@@ -120,10 +120,7 @@ def make_routes(server: Server) -> list[Route]:
 
 def read_completion(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
-    prompt = body["prompt"]
-    if isinstance(prompt, list):
-        prompt = [int(token) for token in prompt]  # JSON has 1.0 for 1
-    return _ask(body, prompt, name, engine)
+    return _ask(body, body["prompt"], name, engine)
 
 
 def read_infill(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:

@@ -256,9 +256,9 @@ def _read_common(body: Mapping[str, Any]) -> dict[str, Any]:
     options = body.get("options") or {}
     common: dict[str, Any] = {ours: options[name] for name, ours in OPTIONS.items() if options.get(name) is not None}
     wanted = options.get("num_predict")
-    if wanted is not None and not isinstance(wanted, int):
+    if wanted is not None and not (isinstance(wanted, int | float) and wanted % 1 == 0):
         raise RequestError("expected a whole number", "options.num_predict")
-    if isinstance(wanted, int) and wanted > 0:
+    if wanted is not None and wanted > 0:
         common["max_tokens"] = wanted
     form = body.get("format")
     if form:

@@ -62,8 +62,7 @@ def make_routes(server: Server) -> list[Route]:
         body = await server.body(request)
         texts = [each if isinstance(each, str) else each["text"] for each in body["documents"]]
         scores, facts = await score_pairs(request, body, "rerank", [(body["query"], text) for text in texts])
-        limit = int(body.get("top_n") or len(texts))  # JSON has 1.0 for 1
-        order = sorted(range(len(texts)), key=lambda index: -scores[index])[:limit]
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.get("top_n")]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
         if body.get("return_documents"):
             for each in results:

@@ -307,11 +307,12 @@ def _values(value: dict[str, Any] | list[Any]) -> Any:
 
 
 def check(value: Any, path: str) -> None:
-    """Raise RequestError, with the place, for a body that this path does not take."""
+    """Raise RequestError, with the place, for a body that this path does not take. Numbers like 1.0, which JSON Schema
+    takes for integers, become integers."""
     from fastjsonschema import JsonSchemaValueException
 
     try:
-        _checker(path)(value)
+        _read_integers(_checker(path)(value), BODIES[path][1])
     except JsonSchemaValueException as error:
         name = ".".join(map(str, error.path[1:])) or None
         if error.rule == "additionalProperties" and isinstance(error.value, dict):
@@ -328,6 +329,20 @@ def check(value: Any, path: str) -> None:
         expected = _in_words(error.definition) if rule is None else rule.format(error.rule_definition)
         message = f"expected {expected}, got {describe(error.value)}"
         raise RequestError(message if name else f"the body: {message}", name) from None
+
+
+def _read_integers(value: Any, schema: Schema) -> Any:
+    """A value that fits its schema, with integers where that wants them; its objects and lists are changed."""
+    if isinstance(value, float) and value % 1 == 0 and "integer" in schema.get("type", ()):
+        return int(value)
+    for each in schema.get("anyOf", ()):
+        value = _read_integers(value, each)
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        value.update({name: _read_integers(value[name], known[name]) for name in value.keys() & known.keys()})
+    elif isinstance(value, list) and "items" in schema:
+        value[:] = [_read_integers(each, schema["items"]) for each in value]
+    return value
 
 
 _RULES = {

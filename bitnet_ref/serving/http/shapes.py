@@ -128,7 +128,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         if thinking.begins_inside and any(params.get(name) not in (None, (), []) for name in GUIDES):
             params["guide_after"] = end
         if (body.get("thinking_token_budget") or 0) >= 0 and body.get("thinking_token_budget") is not None:
-            budget = int(body["thinking_token_budget"])  # JSON has 1.0 for 1
+            budget = body["thinking_token_budget"]
             start = [] if thinking.begins_inside else token_ids_of(tokenizer, thinking.start)
             params.setdefault("processors", []).append(ThinkingBudget(len(ids), budget, start, end))
     marks = (*(form.marks if tools is not None else ()), *((thinking.start, thinking.end) if thinking else ()))
@@ -156,7 +156,7 @@ def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, ro
     size = body.get("truncate_prompt_tokens")
     if size is None:
         return ids
-    size = int(size) if size >= 0 else max(1, model.context_length - room)
+    size = size if size >= 0 else max(1, model.context_length - room)
     if size == 0:
         raise RequestError("expected at least 1, or -1", "truncate_prompt_tokens")
     return ids[:size] if body.get("truncation_side") == "right" else ids[-size:]
