@@ -463,9 +463,9 @@ class TrainingRun:
         if not path.is_file():
             return
         with open_regular(path, FormatError) as file:
-            lines = file.read().decode("utf-8").splitlines()
+            lines = file.read().decode("utf-8", "replace").splitlines()
         rows = [row for row in csv.reader(lines) if len(row) == len(COLUMNS)]
-        rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
+        rows = [row for row in rows if not row[0].isdecimal() or float(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
 
