@@ -94,19 +94,11 @@ def make_routes(server: Server) -> list[Route]:
         """A slot for each running request, and idle ones up to the batch."""
         async with server.borrow(dict(request.query_params)) as (_, engine):
             size = sum(each.config.max_batch for each in engine.engines)
-            running = [each for each in engine.requests if each.state == "running"][:size]
-            context = engine.model.context_length
-            rows: list[dict[str, Any]] = [
-                {
-                    "id": number,
-                    "id_task": each.request_id,
-                    "n_ctx": context,
-                    "is_processing": True,
-                    "next_token": {"n_decoded": each.generated_tokens},
-                }
-                for number, each in enumerate(running)
-            ]
-            rows += [{"id": n, "id_task": -1, "n_ctx": context, "is_processing": False} for n in range(len(rows), size)]
+            idle = {"id_task": -1, "n_ctx": engine.model.context_length, "is_processing": False}
+            rows: list[dict[str, Any]] = [{"id": number, **idle} for number in range(size)]
+            for row, each in zip(rows, [each for each in engine.requests if each.state == "running"], strict=False):
+                row |= {"id_task": each.request_id, "is_processing": True}
+                row["next_token"] = {"n_decoded": each.generated_tokens}
             return JSONResponse(rows)
 
     return [
@@ -181,18 +173,11 @@ class CompletionWriter(Writer):
     def _probabilities(self, ids: Sequence[int], logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         if not logprobs:
             return {}
-        rows = zip(ids, logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=False)
-        return {
-            "completion_probabilities": [
-                {
-                    "id": token,
-                    "token": text,
-                    "logprob": ln_p,
-                    "top_logprobs": [{"token": name, "logprob": each} for name, each in (top or {}).items()],
-                }
-                for token, text, ln_p, top in rows
-            ]
-        }
+        columns, entries = [logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs")], []
+        for token, text, ln_p, top in zip(ids, *columns, strict=False):
+            likeliest = [{"token": name, "logprob": each} for name, each in (top or {}).items()]
+            entries.append({"id": token, "token": text, "logprob": ln_p, "top_logprobs": likeliest})
+        return {"completion_probabilities": entries}
 
     def _end(self) -> dict[str, Any]:
         stats = self.choice.handle.stats
