@@ -92,8 +92,7 @@ class Constraint:
             allowed[: len(bits)] = bits != 0
             _check(matcher, self.guide)
         if not allowed.any():
-            message = "no token of the vocabulary can continue or end the text here"
-            raise GenerationError(message, field=self.guide)
+            raise GenerationError("no token of the vocabulary can continue or end the text here", field=self.guide)
         return np.where(allowed, logits, np.asarray(-np.inf, dtype=logits.dtype))
 
     def _advance(self, token_ids: NDArray[np.int64]) -> Any:

@@ -110,35 +110,33 @@ def _score_batch(model: LoadedModel, batch: Sequence[tuple[int, Group]], scores:
 
 def _run(model: LoadedModel, cache: KVCache, inputs: Sequence[Input], every: bool) -> Iterator[TokenLogits]:
     """The final states of every token of the inputs, or of the last token of each, in order."""
-    for parts, complete in _split_into_steps(inputs, model.backend.prompt_tokens(model.config)):
-        batch = TokenBatch.of(parts, logits_of_last=None if every else [part for part, _ in complete])
+    for parts, ending in _split_into_steps(inputs, model.backend.prompt_tokens(model.config)):
+        batch = TokenBatch.of(parts, logits_of_last=None if every else ending)
         wanted = len(batch) if batch.wanted is None else len(batch.wanted)
         yield from model.run(batch, cache, [None] * wanted).tokens
 
 
-def _split_into_steps(
-    inputs: Sequence[Input], tokens: int
-) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
+def _split_into_steps(inputs: Sequence[Input], tokens: int) -> Iterator[tuple[list[Input], list[int]]]:
     """Split inputs into steps of at most `tokens`, which bounds the memory of a long prompt.
 
-    Each step is (parts for TokenBatch.of, (index of the part, index of the input) of those that end an input).
+    Each step is (its parts, the indices of those that end an input).
     """
-    parts: list[tuple[int, int, TokenIds]] = []
-    complete: list[tuple[int, int]] = []
+    parts: list[Input] = []
+    ending: list[int] = []
     room = tokens
-    for number, (slot, start, ids) in enumerate(inputs):
+    for slot, start, ids in inputs:
         done = 0
         while done < len(ids):
             piece = ids[done : done + room]
             if done + len(piece) == len(ids):
-                complete.append((len(parts), number))
+                ending.append(len(parts))
             parts.append((slot, start + done, piece))
             done, room = done + len(piece), room - len(piece)
             if room == 0:
-                yield parts, complete
-                parts, complete, room = [], [], tokens
+                yield parts, ending
+                parts, ending, room = [], [], tokens
     if parts:
-        yield parts, complete
+        yield parts, ending
 
 
 def _log_probabilities(

@@ -58,7 +58,8 @@ class StopStrings:
 class TextStream:
     """Tokens in, certain text out: a tokenizer's incremental decoder, then banned strings, stop strings and the filter.
 
-    An id past the tokenizer's vocabulary (embeddings are often padded to a round number) gives no text.
+    An id that is not in the tokenizer's vocabulary gives no text: embeddings are often padded to a round number, and a
+    vocabulary may have holes.
     """
 
     def __init__(
@@ -74,10 +75,9 @@ class TextStream:
         """banned: strings that end the text before them. refuses: a function of the text; the text ends before the
         piece for which it returns True. stops_after: stop strings count after this many tokens.
         shown: special tokens that have text."""
-        self._decoder = None
+        self._tokenizer, self._decoder = tokenizer, None
         if tokenizer is not None:
             self._decoder = tokenizer.stream_decoder(shown=shown) if shown else tokenizer.stream_decoder()
-        self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 0
         self.banned, self.stops = StopStrings(banned), StopStrings(stops)
         self._refuses, self._text, self._refused = refuses, "", False
         self._passes_all = refuses is None and self.banned.is_empty and self.stops.is_empty
@@ -90,15 +90,11 @@ class TextStream:
 
     def prime(self, tokens: Sequence[int]) -> str:
         """The text of the prompt, which is neither searched nor filtered."""
-        if self._decoder is None:
-            return ""
-        return "".join(self._decoder.push(token) for token in tokens if token < self._vocab_size)
+        return "".join(map(self._decode, tokens))
 
     def push(self, token: int) -> str:
         self._tokens += 1
-        if self._decoder is None or token >= self._vocab_size:
-            return ""
-        text = self._decoder.push(token)
+        text = self._decode(token)
         return text if self._passes_all else self._filter(self._search(self.banned.push(text)))
 
     def flush(self) -> str:
@@ -108,6 +104,11 @@ class TextStream:
         if self.banned.found is None:
             text += self.banned.flush()
         return self._filter(self._search(text) + self.stops.flush())
+
+    def _decode(self, token: int) -> str:
+        if self._decoder is None or self._tokenizer is None or not self._tokenizer.has_id(token):
+            return ""
+        return self._decoder.push(token)
 
     def _search(self, text: str) -> str:
         return text if self._tokens <= self._stops_after else self.stops.push(text)

@@ -128,6 +128,10 @@ class Tokenizer(ABC):
 
         return StreamDecoder(self._detokenizer(), self._check_id, skips)
 
+    def has_id(self, token_id: int) -> bool:
+        """Whether the vocabulary, which may have holes, has this id."""
+        return 0 <= token_id < self.vocab_size and self._token(token_id) is not None
+
     def id_to_token(self, token_id: int) -> str:
         """The token as the vocabulary writes it. Raises TokenizerError if there is none."""
         token = self._token(self._check_id(token_id, None))
@@ -269,7 +273,7 @@ class Tokenizer(ABC):
         except TypeError:
             place, got = _place(index), f"{token_id!r:.80} of type {type(token_id).__name__}"
             raise TokenizerError(f"token id{place}: expected an integer, got {got}") from None
-        if not 0 <= token < self.vocab_size or self._token(token) is None:
+        if not self.has_id(token):
             what = f"is not in the vocabulary (vocab_size {self.vocab_size})"
             raise TokenizerError(f"token id {token}{_place(index)} {what}")
         return token

@@ -31,6 +31,11 @@ class Vocabulary:
                 tokens.append(b"")
         return tokens
 
+    def name(self, token: int) -> bytes:
+        """The bytes of a token; of a special one, of its name; b"" for an id that is not in the vocabulary."""
+        data = self.tokens[token] if token < len(self.tokens) else b""
+        return data or (self.tokenizer.id_to_token(token).encode() if self.tokenizer.has_id(token) else b"")
+
     @lazy_property
     def sorted(self) -> SortedTokens:
         return SortedTokens(self.tokens)

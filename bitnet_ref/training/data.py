@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import lzma
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -142,7 +141,7 @@ def open_tokens(
 
 def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None = None) -> Iterator[list[int]]:
     """The ids of every document, with BOS before it and EOS after it where the tokenizer has them."""
-    total, done = sum(_stat(file).st_size for file in files), 0
+    total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         for document in (text.strip("\n") for text in read_text(file).split(DOCUMENT_END) if text.strip()):
             if tokenizer.bos_id is not None:
@@ -151,7 +150,7 @@ def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress
                 yield tokenizer.encode(block, add_special_tokens=False)
             if tokenizer.eos_ids:
                 yield [tokenizer.eos_ids[0]]
-        done += _stat(file).st_size
+        done += file.stat().st_size
         if progress is not None:
             progress(done, total)
 
@@ -188,12 +187,6 @@ def _decompress(data: bytes, file: Path) -> bytes:
     return bytes(out)
 
 
-def _stat(file: Path) -> os.stat_result:
-    if not file.is_file():
-        raise FormatError("there is no such file", path=file)
-    return file.stat()
-
-
 def _paragraph_blocks(text: str) -> Iterator[str]:
     start = 0
     while start < len(text):
@@ -225,17 +218,13 @@ def train_sentencepiece(files: Sequence[Path], folder: Path, vocab_size: int, pr
             progress(number + 1, len(files))
     if not paragraphs:
         raise FormatError("there is no text", path=files[0])
-    settings: dict[str, Any] = {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "character_coverage": 0.9995,
-        "minloglevel": 2,
-    }
+    settings: dict[str, Any] = {"model_type": "bpe", "byte_fallback": True, "character_coverage": 0.9995}
     settings |= {
         "max_sentence_length": 1 << 30,  # bytes of a line; SentencePiece leaves out longer ones, from 4,193 by default
         "user_defined_symbols": ["\n"],
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
+        "minloglevel": 2,
     }
     model = io.BytesIO()
     try:

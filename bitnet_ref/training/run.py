@@ -207,27 +207,16 @@ class TrainingRun:
             weights = (settings.logits_weight, settings.temperature, settings.relations_weight, settings.relation_heads)
             distillation = Distillation(teacher := load(settings.teacher), *weights)
             self._teacher_hash = weight_hash(teacher.weights)
-        options: dict[str, Any] = {
-            "distillation": distillation,
-            "betas": (settings.beta1, settings.beta2),
-            "eps": settings.eps,
-            "optimizer": settings.optimizer,
-            "backward_dtype": settings.backward_dtype,
-        }
-        options |= {"schedule": schedule, "max_norm": settings.max_norm or None, "threads": threads}
-        options["backend"] = backend
+        options: dict[str, Any] = {name: getattr(settings, name) for name in ("eps", "optimizer", "backward_dtype")}
+        options |= {"betas": (settings.beta1, settings.beta2), "max_norm": settings.max_norm or None}
+        options |= {"schedule": schedule, "distillation": distillation, "threads": threads, "backend": backend}
         if settings.lora is not None:
             if model is not None:
                 raise ConfigError("expected no table [model] with lora: the model is that of lora", field="model")
             base = load(settings.lora, backend="numpy")
             self._base_hash = weight_hash(base.weights)
             name = None if _is_path(settings.lora) else settings.lora
-            adapter: dict[str, Any] = {
-                "rank": settings.lora_rank,
-                "alpha": settings.lora_alpha,
-                "targets": settings.lora_targets,
-            }
-            self.trainer: Trainer = LoraTrainer(base, **adapter, seed=settings.seed, base=name, **options)
+            self.trainer: Trainer = LoraTrainer(base, **self._adapter, seed=settings.seed, base=name, **options)
         elif model is None:
             if settings.init is None:
                 raise ConfigError("expected a table [model], or init = a folder to start from", field="model")
@@ -260,6 +249,11 @@ class TrainingRun:
         if checkpoint.exists():
             self._read_checkpoint(checkpoint)
         self._cut_metrics()
+
+    @property
+    def _adapter(self) -> dict[str, Any]:
+        """What the settings say of the adapter."""
+        return {name: getattr(self.settings, f"lora_{name}") for name in ("alpha", "rank", "targets")}
 
     def _check_files_apart(self) -> None:
         """Raise ConfigError where the run would replace what it reads."""
@@ -424,29 +418,17 @@ class TrainingRun:
         }
         data["tokens"] = len(self.train)
         data["loss"] = {key: getattr(settings, key) for key in LOSS}
-        hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
-        hashes["validation corpus"] = None if self.validation is None else self.validation.content_hash
-        lora: dict[str, Any] = {}
-        if settings.lora is not None:
-            targets = list(settings.lora_targets)
-            lora = {
-                "base": self._base_hash,
-                "alpha": settings.lora_alpha,
-                "rank": settings.lora_rank,
-                "targets": targets,
-            }
-        return {"config": config_to_dict(self.trainer.config), **data, **hashes, **({"lora": lora} if lora else {})}
+        data |= {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
+        data["validation corpus"] = None if self.validation is None else self.validation.content_hash
+        lora = {} if settings.lora is None else {"lora": {"base": self._base_hash, **self._adapter}}
+        return {"config": config_to_dict(self.trainer.config), **data, **lora}
 
     def _read_checkpoint(self, path: Path) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer
         with SafetensorsFile(path) as file:
             try:
                 facts = json.loads(file.metadata[FACTS])
-                step, recent, identity = (
-                    int(facts["step"]),
-                    [float(x) for x in facts["recent"]],
-                    dict(facts["identity"]),
-                )
+                step, recent, identity = int(facts["step"]), list(map(float, facts["recent"])), dict(facts["identity"])
             except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as problem:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
             if set(file.metadata) != {FACTS}:  # only checkpoints before 28 November 2026 have no hash
@@ -481,9 +463,9 @@ class TrainingRun:
         if not path.is_file():
             return
         with open_regular(path, FormatError) as file:
-            lines = file.read().decode("utf-8").splitlines()
+            lines = file.read().decode("utf-8", "replace").splitlines()
         rows = [row for row in csv.reader(lines) if len(row) == len(COLUMNS)]
-        rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
+        rows = [row for row in rows if not row[0].isdecimal() or float(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
 

@@ -4,6 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.generation.streaming import StopStrings, TextStream
+from bitnet_ref.tokenizers import TokenizerSettings
+from bitnet_ref.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from bitnet_ref.tokenizers.settings import AddedToken
+from bitnet_ref.tokenizers.vocabulary import Vocabulary
 
 TEXT = st.text(alphabet="abX ", max_size=30)
 
@@ -32,3 +36,12 @@ def test_text_is_held_back_only_where_it_may_begin_a_stop():
 def test_without_a_tokenizer_there_is_no_text():
     stream = TextStream(None, [])
     assert stream.push(5) == stream.flush() == ""
+
+
+def test_an_id_that_the_vocabulary_lacks_has_no_text(story):
+    settings = TokenizerSettings(added_tokens=(AddedToken("<end>", 4100),))
+    tokenizer = SentencePieceTokenizer((story.path / "tokenizer.model").read_bytes(), settings)
+    stream = TextStream(tokenizer, [])
+    assert [stream.push(token) for token in (*tokenizer.encode("a hen"), 4098, 4100, 4200)][-3:] == ["", "<end>", ""]
+    vocabulary = Vocabulary(tokenizer, 4200)
+    assert [vocabulary.name(token) for token in (0, 4098, 4100, 4200)] == [b"<unk>", b"", b"<end>", b""]

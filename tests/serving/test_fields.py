@@ -501,6 +501,20 @@ def test_the_event_loop_hashes_no_weights(server, ask, monkeypatch):
     assert threads[0] is not server.thread
 
 
+def test_integers_that_have_a_point(server, ask):
+    """JSON Schema takes 2.0 for an integer, and some languages write integers so."""
+    plain = {"n": 2, "top_k": 5, "seed": 3, "logprobs": 2, "stop_token_ids": [9], "priority": 1, "temperature": 1}
+    plain |= {"prompt": [[1, 262], [1, 371]], "max_tokens": 3, "best_of": 2}
+    pointed = {key: json.loads(re.sub(r"(\d+)", r"\1.0", json.dumps(value))) for key, value in plain.items()}
+    assert ask(COMPLETION, **pointed)["choices"] == ask(COMPLETION, **plain)["choices"]
+    assert ask(max_tokens=2.0, logprobs=True, top_logprobs=1.0)["usage"]["completion_tokens"] == 2
+    assert ask(COMPLETION, 400, max_tokens=2.5)["error"]["param"] == "max_tokens"
+    assert server.post("/detokenize", {"tokens": [1.0, 262.0], "model": "story"})[2] == {"prompt": "<s> a"}
+    for count, status in ((2.0, 200), (2.5, 400)):
+        body = {"model": "talker", "messages": HELLO, "stream": False, "options": {"num_predict": count}}
+        assert server.post("/api/chat", body)[0] == status
+
+
 def test_biases_as_pairs(ask):
     """llama-server's form gives what OpenAI's gives; a text means its tokens, and false none of them."""
     base = ask(COMPLETION, return_token_ids=True)["choices"][0]["token_ids"]

@@ -30,6 +30,7 @@ from bitnet_ref.errors import (
     TokenizerError,
 )
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.generation.streaming import TextStream
 from bitnet_ref.serving.http.choices import Choice
 from bitnet_ref.serving.http.failures import blame, describe_failure
 from bitnet_ref.serving.http.schemas import RequestError, describe_api, parse_json
@@ -733,7 +734,7 @@ BAD = {
     "an empty conversation": (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     "messages as a text": (CHAT, {"messages": "string"}, 400, "messages", "list"),
     "a message that is a number": (CHAT, {"messages": [123]}, 400, "messages.0", "object"),
-    "a message without a role": (CHAT, {"messages": [{}]}, 400, "role", "missing"),
+    "a message without a role": (CHAT, {"messages": [{}]}, 400, "messages.0.role", "missing"),
     "a role that is a number": (CHAT, {"messages": [{"role": 123}]}, 400, "messages.0.role", "one of"),
     "content that is a number": (
         *(CHAT, {"messages": [{"role": "user", "content": 123}]}),
@@ -774,7 +775,7 @@ BAD = {
     "an empty tool_choice": (CHAT, {"messages": USER, "tools": [CLOCK], "tool_choice": {}}, 400, "tool_choice", "tool"),
     "a tool without a name": (
         *(CHAT, {"messages": USER, "tools": [{"type": "function", "function": {}}]}),
-        *(400, "name", "missing"),
+        *(400, "tools.0.function.name", "missing"),
     ),
     "a tool that takes a list": (
         *(CHAT, {"messages": USER, "tools": [tool("a", type="array")], "tool_choice": "required"}),
@@ -1052,7 +1053,7 @@ def test_what_else_a_server_tells(server, story):
 @pytest.mark.parametrize(
     ("error", "status", "facts"),
     [
-        (RequestError("no", "p", 404, "c"), 404, ("no", "not_found_error", "p", "c")),
+        (RequestError("no", "p", 404, "c"), 404, ("p: no", "not_found_error", "p", "c")),
         (RequestError("no"), 400, ("no", "invalid_request_error", None, None)),
         (QueueFull("full"), 429, ("full", "rate_limit_error", None, None)),
         (RequestTimeout("late"), 504, ("late", "server_error", None, None)),
@@ -1104,7 +1105,7 @@ def test_whose_fault_an_error_is():
 def test_an_id_without_a_token_has_no_text(story):
     """The embedding may have more rows than there are tokens."""
     choice = Choice.__new__(Choice)
-    choice.tokenizer, choice._decoder, choice._offset = story.tokenizer, story.tokenizer.stream_decoder(), 0
+    choice._decoder, choice._offset = TextStream(story.tokenizer, ()), 0
     first, size = story.tokenizer.encode("Alice")[1], story.tokenizer.vocab_size
     offsets = [choice._push(token) for token in (first, size, size + 9, first)]
     assert offsets[0] == 0
@@ -1117,7 +1118,7 @@ def test_json_that_is_read():
     for wrong in (b"[" * 66 + b"]" * 66, b'{"a":' * 66 + b"1" + b"}" * 66, b"NaN", b"[Infinity]", b"\xff", b"{"):
         with pytest.raises(RequestError, match="the body is n") as error:
             parse_json(wrong)
-        assert (error.value.status, error.value.param) == (400, None)
+        assert (error.value.status, error.value.field) == (400, None)
 
 
 @pytest.mark.parametrize("error", [None, OutOfMemory("too large")])

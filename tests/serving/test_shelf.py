@@ -154,10 +154,10 @@ def test_which_model_is_meant(opened):
     assert two.place("b") is two.places["b"]
     with pytest.raises(RequestError, match="model: is missing; there are: a, b") as error:
         two.place(None)
-    assert (error.value.status, error.value.param) == (400, "model")
+    assert (error.value.status, error.value.field) == (400, "model")
     with pytest.raises(RequestError, match="no model 'c'; there are: a, b") as error:
         two.place("c")
-    assert (error.value.status, error.value.param, error.value.code) == (404, "model", "model_not_found")
+    assert (error.value.status, error.value.field, error.value.code) == (404, "model", "model_not_found")
     with_default = ModelShelf({"a": TINY, "b": ASSETS / "storyteller"}, opened, default="b")
     assert [with_default.name(name) for name in (None, "", "c", "a", "a:latest")] == ["b", "b", "b", "a", "a"]
     assert (one.name(""), one.known_name("c"), one.known_name(5)) == ("a", "c", "a")
@@ -191,7 +191,7 @@ def test_a_model_whose_files_are_gone(tmp_path):
         for name in "ab":
             with pytest.raises(RequestError, match=f"model: {name} cannot be loaded now; the server's log") as error:
                 await use(shelf, name)
-            assert (error.value.status, error.value.param, error.value.code) == (503, "model", "model_unavailable")
+            assert (error.value.status, error.value.field, error.value.code) == (503, "model", "model_unavailable")
             assert shelf.places[name].is_idle is False
         with pytest.raises(BitNetRefError, match=str(tmp_path)):
             await ModelShelf({"a": tmp_path / "a"}, open_engine).load_first()

@@ -255,6 +255,15 @@ def test_the_metrics_of_a_step(config, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0] == header
 
 
+def test_what_a_power_cut_leaves_in_the_metrics(config, tmp_path):
+    start(config, tmp_path / "run").run()
+    rows = rows_of(tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.csv", "ab") as file:
+        file.write(b"\0\0\xff\xfe\n" + b"9" * 5000 + b",1,2,3,4,5,6,7\n13,1")
+    start(config, tmp_path / "run", resume=True)
+    assert rows_of(tmp_path / "run") == rows
+
+
 def test_the_backend_and_the_folder_that_are_asked_for(config, tmp_path):
     run = start(config, tmp_path / "of" / "several" / "runs", backend="numpy")
     assert run.trainer.backend == "numpy"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -39,15 +39,18 @@ class ServerLimits:
     request_timeout_s: float | None = None
 
 
-@dataclass(frozen=True)
-class _Admitted:
-    """One request. deadline_s: of the event loop's time."""
+@dataclass
+class _Intake:
+    """Of one request: whether its body has been read to its end, the bytes of it so far, whether it was admitted, and
+    until when, by the event loop's time."""
 
-    nbytes: int
-    deadline_s: float | None
+    is_read: bool
+    nbytes: int = 0
+    is_admitted: bool = False
+    deadline_s: float | None = None
 
 
-_current: ContextVar[_Admitted | None] = ContextVar("request", default=None)
+_current: ContextVar[_Intake] = ContextVar("request")
 
 
 class Admission:
@@ -71,59 +74,42 @@ class Admission:
                     if len(data) > limit:
                         raise too_large
         except TimeoutError:
-            request.scope[SCOPE_KEY].is_read = True  # so that nothing waits for the rest of the body
-            message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
-            raise RequestError(message, status=408) from None
-        self._enter(request, len(data))
+            _current.get().is_read = True  # so that nothing waits for the rest of the body
+            raise RequestError(f"the body did not arrive within {self.limits.body_timeout_s:g} s", status=408) from None
+        self._enter(_current.get(), len(data))
         return bytes(data)
 
-    def _enter(self, request: Request, nbytes: int) -> None:
+    def _enter(self, intake: _Intake, nbytes: int) -> None:
         if self.running >= self.limits.max_streams:
             raise RequestError(f"{self.running} requests are running, which is the maximum", status=429)
         if self.running and self.nbytes + nbytes > BODIES * self.limits.max_body_bytes:
             message = f"the requests that are running hold {self.nbytes} bytes; this one of {nbytes} has to wait"
             raise RequestError(message, status=429)
-        timeout_s = self.limits.request_timeout_s
-        deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        admitted = _Admitted(nbytes, deadline_s)
-        _current.set(admitted)
-        request.scope[SCOPE_KEY].admitted.append(admitted)
+        intake.is_admitted, intake.nbytes = True, nbytes
+        if (timeout_s := self.limits.request_timeout_s) is not None:
+            intake.deadline_s = asyncio.get_running_loop().time() + timeout_s
         self.running += 1
         self.nbytes += nbytes
 
-    def leave(self, admitted: _Admitted) -> None:
-        self.running -= 1
-        self.nbytes -= admitted.nbytes
+    def leave(self, intake: _Intake) -> None:
+        self.running -= intake.is_admitted
+        self.nbytes -= intake.nbytes if intake.is_admitted else 0
 
     @property
     def is_small(self) -> bool:
         """Whether the body of this task's request is read in well below a millisecond."""
-        admitted = _current.get()
-        return admitted is not None and admitted.nbytes <= SMALL_BODY
+        return _current.get().nbytes <= SMALL_BODY
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """function(*args) in a thread. Raises RequestTimeout when the request's time is over; the thread goes on."""
-        admitted = _current.get()
-        executor = self._large if admitted is not None and admitted.nbytes > LARGE_BODY else None
+        intake = _current.get()
+        executor = self._large if intake.nbytes > LARGE_BODY else None
         call = partial(copy_context().run, function, *args)
         try:
-            async with asyncio.timeout_at(None if admitted is None else admitted.deadline_s):
+            async with asyncio.timeout_at(intake.deadline_s):
                 return await asyncio.get_running_loop().run_in_executor(executor, call)
         except TimeoutError:
-            message = f"the request is not finished after {self.limits.request_timeout_s:g} s"
-            raise RequestTimeout(message) from None
-
-
-SCOPE_KEY = "bitnet_ref.intake"
-
-
-@dataclass
-class _Intake:
-    """Of one request: what was admitted, and whether its body has been read to its end."""
-
-    is_read: bool
-    nbytes: int = 0
-    admitted: list[_Admitted] = field(default_factory=list)
+            raise RequestTimeout(f"the request is not finished after {self.limits.request_timeout_s:g} s") from None
 
 
 class LeaveAtTheEnd:
@@ -141,7 +127,7 @@ class LeaveAtTheEnd:
             await self.app(scope, receive, send)
             return
         intake = _Intake(is_read=any(name.lower() == b"expect" for name, _ in scope["headers"]))
-        scope[SCOPE_KEY] = intake
+        _current.set(intake)
 
         async def receive_part() -> Message:
             message = await receive()
@@ -161,5 +147,4 @@ class LeaveAtTheEnd:
         try:
             await self.app(scope, receive_part, send_after_body)
         finally:
-            for each in intake.admitted:
-                self._admission.leave(each)
+            self._admission.leave(intake)

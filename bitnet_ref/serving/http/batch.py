@@ -59,8 +59,7 @@ class BatchServer:
             return self.engine.with_adapter(adapter)
         if name != self.model_name:
             names = ", ".join([self.model_name, *(f"{self.model_name}:{each}" for each in self.adapters)])
-            message = f"model: there is no model {name[:200]!r}; there are: {names}"
-            raise RequestError(message, "model", 404, "model_not_found")
+            raise RequestError(f"there is no model {name[:200]!r}; there are: {names}", "model", 404, "model_not_found")
         return self.engine
 
 
@@ -155,10 +154,10 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
         raise RequestError(f"the line has more than {MAX_LINE_BYTES} bytes, which is the maximum", status=413)
     entry = schemas.parse_json(data)
     if not isinstance(entry, dict) or not isinstance(entry.get("custom_id"), str):
-        raise RequestError("custom_id: expected an object with a custom_id, a text", "custom_id")
+        raise RequestError("expected an object with a custom_id, a text", "custom_id")
     job.custom_id = entry["custom_id"]
     if entry.get("method", "POST") != "POST" or entry.get("url") not in PATHS:
-        raise RequestError(f"url: expected POST to {' or '.join(PATHS)}", "url", 404)
+        raise RequestError(f"expected POST to {' or '.join(PATHS)}", "url", 404)
     path, body = entry["url"], entry.get("body")
     if server.unknown is not None and isinstance(body, dict):
         server.unknown.drop(body, path)
@@ -167,7 +166,7 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
     name = server.model_name if body.get("model") is None else body["model"]
     engine = server.engine_for(name)
     if body.get("stream"):
-        raise RequestError("stream: a batch has no streams", "stream")
+        raise RequestError("a batch has no streams", "stream")
     if path == "/v1/embeddings":
         model = engine.adapted_model
         rows = embedding_ids(model, body)

@@ -26,11 +26,11 @@ def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | 
     template = chat_template or tokenizer.template_for(bool(tools)) or ""
     if tools and "tools" not in template:
         name = "functions" if body.get("functions") else "tools"
-        raise RequestError(f"{name}: the chat template of this model has no place for tools", name)
+        raise RequestError("the chat template of this model has no place for tools", name)
     variables = {**thinking_variables(body), **(body.get("chat_template_kwargs") or {})}
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         if name in variables:
-            raise RequestError(f"chat_template_kwargs: {name} is set by the server", "chat_template_kwargs")
+            raise RequestError(f"{name} is set by the server", "chat_template_kwargs")
     if body.get("documents"):
         variables["documents"] = body["documents"]
     messages = [plain_message(message, number) for number, message in enumerate(body["messages"])]
@@ -40,14 +40,14 @@ def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | 
     last, name = messages[-1], "continue_final_message"
     goes_on = bool(body.get(name))
     if goes_on and (begins or last["role"] != "assistant" or not last["content"].strip()):
-        raise RequestError(f"{name}: expected a last message of the assistant, and add_generation_prompt=false", name)
+        raise RequestError("expected a last message of the assistant, and add_generation_prompt=false", name)
     text = tokenizer.apply_chat_template(
         messages, not goes_on and begins is not False, tools=tools, chat_template=chat_template, variables=variables
     )
     if goes_on:
         content = next((form for form in (last["content"], last["content"].strip()) if form in text), None)
         if content is None:
-            raise RequestError(f"{name}: the chat template changes the text of the last message", name)
+            raise RequestError("the chat template changes the text of the last message", name)
         text = text[: text.rindex(content) + len(content)]
     return text
 
@@ -80,7 +80,7 @@ def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
     if custom := call.get("custom"):
         function = {"name": custom["name"], "arguments": custom_arguments(custom["input"])}
     if function is None:
-        raise RequestError(f"{place}.function: is missing", f"{place}.function")
+        raise RequestError("is missing", f"{place}.function")
     rest = {name: value for name, value in call.items() if name != "custom"}
     with suppress(ValueError):
         function = {**function, "arguments": read_value(function["arguments"])}

@@ -17,6 +17,7 @@ from ...generation.guide_prover import prove_guide
 from ...generation.params import GUIDES
 from ...generation.processors import FEW_WORDS
 from ...generation.results import Generation, StreamChunk
+from ...generation.streaming import TextStream
 from ..engine import Engine
 from ..tickets import RequestHandle
 from .events import Block, CallStart, Event, Reasoning, Reply, Text
@@ -54,7 +55,7 @@ class Asked:
     custom: frozenset[str] = frozenset()  # tools whose input is a text
     has_functions: bool = False  # OpenAI's older form of tools, in which a reply has one call at most
     defaults: Mapping[str, Any] = field(default_factory=dict)  # the server's, of what `params` does not say
-    reply: ReplyReader | None = None  # of a chat: what turns its text into events
+    reply: ReplyReader = field(default_factory=ReplyReader)  # what turns the text into events
     writer: Callable[..., Writer] | None = None  # of another API than OpenAI's chats and completions
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
@@ -74,7 +75,7 @@ class Asked:
         """Queue all texts: n of each prompt. Raises what `Engine.submit` and `prove_guide` raise."""
         texts = len(self.prompts) * self.params.get("n", 1)
         if texts > engine.config.max_queue:
-            raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
+            raise RequestError(f"{texts} texts are more than this server's queue holds", "prompt")
         prove_guide(engine.config.params(self.params), engine.model.vocabulary)
         choices: list[Choice] = []
         form = {"n": 1, "echo": False}  # of the answer, which the request alone decides
@@ -136,8 +137,8 @@ class Choice:
         self._rank, self._result_tokens = rank, 0
         self.is_missing = False  # a guide allows fewer texts than beams
         self._prompt_ids: list[int] = handle.prompt_token_ids
-        self._tokens = model.vocabulary.tokens if asked.top is not None or asked.shows_prompt_logprobs else []
-        self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
+        self._vocabulary = model.vocabulary
+        self._decoder, self._offset, self._chunks = TextStream(self.tokenizer, ()), 0, 0
         self._reader: ReplyReader | None = None
         self._has_calls = False
         self._held: tuple[int, Block] | None = None  # a custom tool's call in a stream, until its input is whole
@@ -171,7 +172,7 @@ class Choice:
         """What the next piece of the reply's text makes certain."""
         events: list[Event] = []
         if self._reader is None:
-            self._reader = ReplyReader() if self.asked.reply is None else self.asked.reply.copy()
+            self._reader = self.asked.reply.copy()
             events += [Text(self.asked.prefix)] if self.asked.prefix else []
         events += self._reader.push(text, finish)
         if self.asked.hides_reasoning:
@@ -264,7 +265,8 @@ class Choice:
         """The tokens with their log probabilities; an echo's are before those of the first chunk."""
         if self.asked.top is None:
             return []
-        new: list[Entry] = [] if self.asked.is_only_scored else [_entry(chunk) for chunk in chunks]
+        chunks = () if self.asked.is_only_scored else chunks
+        new: list[Entry] = [(each.token_id, each.logprob, each.top_logprobs) for each in chunks]
         if self._chunks or self.asked.is_chat:
             return new
         if not self.asked.echo:
@@ -279,8 +281,7 @@ class Choice:
     def _push(self, token: int) -> int:
         """Take the token into the text.   -> where in the text it begins"""
         before = self._offset
-        if token < self.tokenizer.vocab_size:
-            self._offset += len(self._decoder.push(token))
+        self._offset += len(self._decoder.push(token))
         return before
 
     def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
@@ -337,7 +338,7 @@ class Choice:
         """A token in vLLM's form. The rank of the prompt's own token is not known where it is behind the likeliest."""
         token, logprob = entry
         rank = index + 1 if index < self.asked.params["prompt_logprobs"] else None
-        text = self._bytes(token).decode("utf-8", "replace")
+        text = self._vocabulary.name(token).decode("utf-8", "replace")
         return str(token), {"logprob": logprob, "rank": rank, "decoded_token": text}
 
     def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
@@ -351,7 +352,7 @@ class Choice:
         return {**self._token(token, logprob), "top_logprobs": likeliest}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._bytes(token)
+        data = self._vocabulary.name(token)
         text = f"token_id:{token}" if self.asked.return_tokens_as_token_ids else data.decode("utf-8", "replace")
         return {"token": text, "logprob": logprob, "bytes": list(data)}
 
@@ -359,20 +360,11 @@ class Choice:
         """The token's text, or as OpenAI writes it if it is no UTF-8: "bytes:\\xe2\\x82"."""
         if self.asked.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        data = self._bytes(token)
+        data = self._vocabulary.name(token)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def _bytes(self, token: int) -> bytes:
-        """Of a special token, those of its name."""
-        data = self._tokens[token] if token < len(self._tokens) else b""
-        return data or (self.tokenizer.id_to_token(token).encode() if token < self.tokenizer.vocab_size else b"")
-
-
-def _entry(chunk: StreamChunk) -> Entry:
-    return chunk.token_id, chunk.logprob, chunk.top_logprobs
 
 
 class Writer:

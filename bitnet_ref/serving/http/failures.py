@@ -42,7 +42,7 @@ def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
     """The status of an error, and OpenAI's JSON for it."""
     message, param, code, status = str(error), None, None, 500
     if isinstance(error, RequestError):
-        param, code, status = error.param, error.code, error.status
+        param, code, status = error.field, error.code, error.status
     elif isinstance(error, BitNetRefError):
         status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 500)
         param = error.field if status == 400 else None

@@ -17,9 +17,9 @@ from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
 from ...generation.results import Generation
 from ...generation.score import score
-from .choices import Asked, Choice
+from ...generation.streaming import TextStream
+from .choices import Choice
 from .events import Reply
-from .replies import ReplyReader
 
 BREAK = "\0\0"  # between two texts; a stray one in a text can only make an answer differ later
 
@@ -106,7 +106,7 @@ def find_first(
     choice: Choice, result: Generation, reply: Sequence[Any] | None, model: LoadedModel
 ) -> tuple[int, OneToken | None, OneToken | None] | None:
     """(position, the computed token, the answer's) where an answer leaves what was computed. None: nowhere."""
-    asked, tokenizer = choice.asked, choice.tokenizer
+    asked = choice.asked
     if reply is None or asked.is_only_scored:
         return None
     if asked.prefix and reply[1].startswith(asked.prefix):
@@ -116,19 +116,18 @@ def find_first(
         if not reply[1].startswith(echo):
             return None
         reply = ["", reply[1][len(echo) :]]
-    decoder = tokenizer.stream_decoder(shown=asked.params.get("shown_tokens", ()))
+    decoder, text = TextStream(choice.tokenizer, (), shown=asked.params.get("shown_tokens", ())), result.text
     if "echo" in asked.params:
-        for token in choice.handle.prompt_token_ids:
-            decoder.push(token)
-    whole = texts_of(Reply(_reader(asked).push(_new_text(choice, result), result.finish_reason)))
+        decoder.prime(choice.handle.prompt_token_ids)
+        text = text[len(choice.handle.echo) :]
+    whole = texts_of(Reply(asked.reply.copy().push(text, result.finish_reason)))
     answered = [_write_like(whole[n : n + 1], each) if isinstance(each, dict) else each for n, each in enumerate(reply)]
     if whole == answered:
         return None
-    ids, reader, reply_so_far = result.token_ids, _reader(asked), Reply()
+    ids, reader, reply_so_far = result.token_ids, asked.reply.copy(), Reply()
     agreed, agreed_text, expected = 0, "", flatten(answered)
     for number, token in enumerate(ids):
-        text = decoder.push(token) if token < tokenizer.vocab_size else ""
-        for event in reader.push(text, None):
+        for event in reader.push(decoder.push(token), None):
             reply_so_far.add(event)
         got = flatten([part[: len(most)] for part, most in zip(texts_of(reply_so_far), whole, strict=False)])
         if not expected.startswith(got):
@@ -149,14 +148,6 @@ def find_first(
     return agreed, _computed(result, agreed, model), _answered(before, rest, agreed == 0, model)
 
 
-def _reader(asked: Asked) -> ReplyReader:
-    return ReplyReader() if asked.reply is None else asked.reply.copy()
-
-
-def _new_text(choice: Choice, result: Generation) -> str:
-    return result.text[len(choice.handle.echo) :] if "echo" in choice.asked.params else result.text
-
-
 def _rest(expected: str, agreed: str) -> bytes:
     """What the answer has after the text that both have: of the first of its texts that goes on."""
     rest = expected[len(agreed) :].lstrip(BREAK).partition(BREAK)[0]
@@ -166,8 +157,7 @@ def _rest(expected: str, agreed: str) -> bytes:
 def _computed(result: Generation, position: int, model: LoadedModel) -> OneToken | None:
     if position >= len(result.token_ids):
         return None
-    token = result.token_ids[position]
-    return OneToken(token, _show(token, model), math.exp(result.logprobs[position]))
+    return _one_token(result.token_ids[position], result.logprobs[position], model)
 
 
 def _answered(before: list[int], rest: bytes, is_first: bool, model: LoadedModel) -> OneToken | None:
@@ -184,17 +174,14 @@ def _answered(before: list[int], rest: bytes, is_first: bool, model: LoadedModel
     try:
         scores = score(model, before, [[token] for token in ids])
     except BitNetRefError:  # the text is longer than the context, by `overflow`
-        return OneToken(ids[-1], _show(ids[-1], model))
+        return _one_token(ids[-1], None, model)
     best = max(range(len(ids)), key=lambda index: scores[index].total)
-    return OneToken(ids[best], _show(ids[best], model), math.exp(scores[best].total))
+    return _one_token(ids[best], scores[best].total, model)
 
 
-def _show(token: int, model: LoadedModel) -> str:
-    tokens, tokenizer = model.vocabulary.tokens, model.tokenizer
-    data = tokens[token] if token < len(tokens) else b""
-    if not data and token < tokenizer.vocab_size:
-        return tokenizer.id_to_token(token)
-    return data.decode("utf-8", "replace")
+def _one_token(token: int, logprob: float | None, model: LoadedModel) -> OneToken:
+    text = model.vocabulary.name(token).decode("utf-8", "replace")
+    return OneToken(token, text, None if logprob is None else math.exp(logprob))
 
 
 def _write_like(texts: Sequence[str], value: Mapping[str, Any]) -> str:

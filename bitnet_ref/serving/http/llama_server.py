@@ -19,7 +19,7 @@ from . import schemas
 from .chat_prompt import chat_text
 from .choices import Asked, Choice, Writer
 from .schemas import CHAT, COMPLETION, IDS, MAYBE, TEXT, describe_number, describe_object
-from .shapes import infill_ids
+from .shapes import infill_ids, name_marks
 from .translate import ask_completion
 from .writers import write_event
 
@@ -75,10 +75,6 @@ def make_routes(server: Server) -> list[Route]:
     async def props(request: Request) -> Response:
         async with server.borrow(dict(request.query_params)) as (name, engine):
             tokenizer = engine.model.tokenizer
-            marks = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-            facts: dict[str, Any] = {
-                key: "" if token is None else tokenizer.id_to_token(token) for key, token in marks.items()
-            }
             sampling = engine.config.sampling.items()
             params = {name.replace("repetition", "repeat"): n for name, n in sampling if isinstance(n, int | float)}
             settings = {"n_ctx": engine.model.context_length, "params": params}
@@ -90,7 +86,7 @@ def make_routes(server: Server) -> list[Route]:
                     "chat_template": server.chat_template or tokenizer.chat_template or "",
                     "modalities": {"vision": False, "audio": False},
                     "build_info": f"bitnet_ref {server.version}",
-                    **facts,
+                    **{key: name or "" for key, name in name_marks(tokenizer).items()},
                 }
             )
 
@@ -98,19 +94,11 @@ def make_routes(server: Server) -> list[Route]:
         """A slot for each running request, and idle ones up to the batch."""
         async with server.borrow(dict(request.query_params)) as (_, engine):
             size = sum(each.config.max_batch for each in engine.engines)
-            running = [each for each in engine.requests if each.state == "running"][:size]
-            context = engine.model.context_length
-            rows: list[dict[str, Any]] = [
-                {
-                    "id": number,
-                    "id_task": each.request_id,
-                    "n_ctx": context,
-                    "is_processing": True,
-                    "next_token": {"n_decoded": each.generated_tokens},
-                }
-                for number, each in enumerate(running)
-            ]
-            rows += [{"id": n, "id_task": -1, "n_ctx": context, "is_processing": False} for n in range(len(rows), size)]
+            idle = {"id_task": -1, "n_ctx": engine.model.context_length, "is_processing": False}
+            rows: list[dict[str, Any]] = [{"id": number, **idle} for number in range(size)]
+            for row, each in zip(rows, [each for each in engine.requests if each.state == "running"], strict=False):
+                row |= {"id_task": each.request_id, "is_processing": True}
+                row["next_token"] = {"n_decoded": each.generated_tokens}
             return JSONResponse(rows)
 
     return [
@@ -124,10 +112,7 @@ def make_routes(server: Server) -> list[Route]:
 
 def read_completion(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
-    prompt = body["prompt"]
-    if isinstance(prompt, list):
-        prompt = [int(token) for token in prompt]  # JSON has 1.0 for 1
-    return _ask(body, prompt, name, engine)
+    return _ask(body, body["prompt"], name, engine)
 
 
 def read_infill(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
@@ -188,18 +173,11 @@ class CompletionWriter(Writer):
     def _probabilities(self, ids: Sequence[int], logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         if not logprobs:
             return {}
-        rows = zip(ids, logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=False)
-        return {
-            "completion_probabilities": [
-                {
-                    "id": token,
-                    "token": text,
-                    "logprob": ln_p,
-                    "top_logprobs": [{"token": name, "logprob": each} for name, each in (top or {}).items()],
-                }
-                for token, text, ln_p, top in rows
-            ]
-        }
+        columns, entries = [logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs")], []
+        for token, text, ln_p, top in zip(ids, *columns, strict=False):
+            likeliest = [{"token": name, "logprob": each} for name, each in (top or {}).items()]
+            entries.append({"id": token, "token": text, "logprob": ln_p, "top_logprobs": likeliest})
+        return {"completion_probabilities": entries}
 
     def _end(self) -> dict[str, Any]:
         stats = self.choice.handle.stats

@@ -136,17 +136,12 @@ def read_body(body: Mapping[str, Any]) -> dict[str, Any]:
     form = config.get("format")
     thinking = body.get("thinking") or {}
     return {
-        "model": body.get("model"),
+        **{name: body.get(name) for name in ("model", "max_tokens", "stream", "temperature", "top_k", "seed")},
         "messages": join_system(messages),
         "continue_final_message": goes_on or None,
         "add_generation_prompt": False if goes_on else None,
-        "max_tokens": body.get("max_tokens"),
-        "stream": body.get("stream"),
         "stop": [text for text in body.get("stop_sequences") or [] if text] or None,
-        "temperature": body.get("temperature"),
         "top_p": body.get("top_p") or None,
-        "top_k": body.get("top_k"),
-        "seed": body.get("seed"),
         "tools": tools or None,
         "tool_choice": _read_choice(choice) if tools or choice.get("type") not in (None, "auto", "none") else None,
         "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
@@ -197,7 +192,7 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
 def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         kind = str(tool["type"])[:60]
-        raise RequestError(f"tools: {kind!r} would run on a server, and this one has only the client's tools", "tools")
+        raise RequestError(f"{kind!r} would run on a server, and this one has only the client's tools", "tools")
     return function_tool(tool, "tools", "input_schema")
 
 
@@ -205,7 +200,7 @@ def _read_choice(choice: Mapping[str, Any]) -> Any:
     kind = choice.get("type", "auto")
     if kind == "tool":
         if not isinstance(choice.get("name"), str):
-            raise RequestError("tool_choice.name: is missing", "tool_choice")
+            raise RequestError("is missing", "tool_choice.name")
         return {"type": "function", "function": {"name": choice["name"]}}
     return {"any": "required"}.get(kind, kind)
 

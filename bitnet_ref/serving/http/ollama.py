@@ -29,12 +29,10 @@ from .choices import Asked
 from .events import Block
 from .fields import ignored, refused
 from .replies import KNOWN_MARKS
-from .request_log import record_of
 from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import INFILL_TOKENS, infill_ids
 from .tools import function_tool
 from .translate import ask_chat, ask_completion
-from .waiting import unless_gone
 from .writers import BlockWriter, write_json
 
 if TYPE_CHECKING:
@@ -152,12 +150,10 @@ def make_routes(server: Server) -> list[Route]:
         given = {"input": texts}
         if body.get("truncate") is not False:
             given |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
-        async with server.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, given))
-            record_of(request).prompt_tokens = tokens
+        name, vectors, tokens = await server.read_texts(request, body, lambda model: server.embed(model, given))
         rows = vectors.tolist()
         if body.get("dimensions") not in (None, len(rows[0])):
-            raise RequestError(f"dimensions: this model's vectors have {len(rows[0])}", "dimensions")
+            raise RequestError(f"this model's vectors have {len(rows[0])}", "dimensions")
         if is_old:
             return JSONResponse({"embedding": rows[0]})
         took = {"total_duration": int((time.perf_counter() - started) * NS), "load_duration": 0}
@@ -208,7 +204,7 @@ def read_seconds(value: str | float) -> float | None:
     text = value.strip()
     parts = re.findall(r"(\d{1,9}(?:\.\d{1,9})?)(ms|h|m|s|$)", text)
     if not parts or "".join(number + unit for number, unit in parts) != text.removeprefix("-"):
-        raise RequestError(f"keep_alive: expected seconds or a text like '5m', got {text[:40]!r}", "keep_alive")
+        raise RequestError(f"expected seconds or a text like '5m', got {text[:40]!r}", "keep_alive")
     units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "": 1.0}
     return None if text.startswith("-") else sum(float(number) * units[unit] for number, unit in parts)
 
@@ -252,7 +248,7 @@ def _read_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _refuse_images(body: Mapping[str, Any], place: str) -> None:
     if body.get("images"):
-        raise RequestError(f"{place}.images: images are not supported; the models read text only", f"{place}.images")
+        raise RequestError("images are not supported; the models read text only", f"{place}.images")
 
 
 def _read_common(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,9 +256,9 @@ def _read_common(body: Mapping[str, Any]) -> dict[str, Any]:
     options = body.get("options") or {}
     common: dict[str, Any] = {ours: options[name] for name, ours in OPTIONS.items() if options.get(name) is not None}
     wanted = options.get("num_predict")
-    if wanted is not None and not isinstance(wanted, int):
-        raise RequestError("options.num_predict: expected a whole number", "options.num_predict")
-    if isinstance(wanted, int) and wanted > 0:
+    if wanted is not None and not (isinstance(wanted, int | float) and wanted % 1 == 0):
+        raise RequestError("expected a whole number", "options.num_predict")
+    if wanted is not None and wanted > 0:
         common["max_tokens"] = wanted
     form = body.get("format")
     if form:

@@ -53,7 +53,7 @@ def describe_engine(engine: Engine, replica: int = 0, after: int = 0) -> dict[st
     unfinished requests of each engine. Raises RequestError for a replica that is not there.
     """
     if replica >= len(engines := engine.engines):
-        raise RequestError(f"replica: expected at most {len(engines) - 1}, got {replica}", "replica")
+        raise RequestError(f"expected at most {len(engines) - 1}, got {replica}", "replica")
     unfinished, engine = [each.unfinished for each in engines], engines[replica]
     steps = [vars(step) for step in engine.timeline.copy() if step.number > after][-MAX_STEPS:]
     stories = engine.stories

@@ -19,7 +19,7 @@ def read_parts(content: Any, place: str, kinds: Mapping[str, str]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise RequestError(f"{place}: expected a text or a list of parts", place)
+        raise RequestError("expected a text or a list of parts", place)
     texts = []
     for number, part in enumerate(content):
         if isinstance(part, str):
@@ -38,13 +38,13 @@ def read_field(part: Mapping[str, Any], name: str, place: str) -> str:
     text = part.get(name)
     if not isinstance(text, str):
         problem = "is missing" if text is None else f"expected a text, got {describe(text)}"
-        raise RequestError(f"{place}.{name}: {problem}", f"{place}.{name}")
+        raise RequestError(problem, f"{place}.{name}")
     return text
 
 
 def refuse_part(kind: Any, place: str, kinds: Iterable[str]) -> RequestError:
     """The error for a part of a message whose type is none of `kinds`."""
     if isinstance(kind, str) and any(name in kind for name in ("image", "audio", "video", "file", "document")):
-        return RequestError(f"{place}: {kind[:40]} is not supported; the models read text only", place)
+        return RequestError(f"{kind[:40]} is not supported; the models read text only", place)
     given = repr(kind[:60]) if isinstance(kind, str) else describe(kind)
-    return RequestError(f"{place}.type: expected one of {', '.join(kinds)}, got {given}", f"{place}.type")
+    return RequestError(f"expected one of {', '.join(kinds)}, got {given}", f"{place}.type")

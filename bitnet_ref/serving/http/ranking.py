@@ -9,7 +9,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +18,10 @@ from starlette.routing import Route
 
 from ...backends.loaded import LoadedModel
 from ...generation.score import score_groups
+from ...system.sharing import folder_of
 from . import schemas
 from .fields import ignored
-from .request_log import record_of
 from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object
-from .waiting import unless_gone
 
 if TYPE_CHECKING:
     from .server import Server
@@ -64,8 +62,7 @@ def make_routes(server: Server) -> list[Route]:
         body = await server.body(request)
         texts = [each if isinstance(each, str) else each["text"] for each in body["documents"]]
         scores, facts = await score_pairs(request, body, "rerank", [(body["query"], text) for text in texts])
-        limit = int(body.get("top_n") or len(texts))  # JSON has 1.0 for 1
-        order = sorted(range(len(texts)), key=lambda index: -scores[index])[:limit]
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.get("top_n")]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
         if body.get("return_documents"):
             for each in results:
@@ -76,7 +73,7 @@ def make_routes(server: Server) -> list[Route]:
         body = await server.body(request)
         first, second = ([text] if isinstance(text, str) else text for text in (body["text_1"], body["text_2"]))
         if len(first) not in (1, len(second)):
-            raise RequestError(f"text_1: expected one text or {len(second)}, as text_2 has", "text_1")
+            raise RequestError(f"expected one text or {len(second)}, as text_2 has", "text_1")
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
         scores, facts = await score_pairs(request, body, "score", pairs)
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
@@ -86,10 +83,10 @@ def make_routes(server: Server) -> list[Route]:
         request: Request, body: Mapping[str, Any], kind: str, pairs: list[tuple[str, str]]
     ) -> tuple[list[float], dict[str, Any]]:
         """The score of each pair, and what else the answer says."""
-        async with server.borrow(body) as (name, engine):
-            work = score_all(server, engine.adapted_model, pairs, body.get("instruction") or INSTRUCTION)
-            scores, tokens = await unless_gone(request, work)
-            record_of(request).prompt_tokens = tokens
+        instruction = body.get("instruction") or INSTRUCTION
+        name, scores, tokens = await server.read_texts(
+            request, body, lambda model: score_all(server, model, pairs, instruction)
+        )
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return scores, {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "model": name, "usage": usage}
 
@@ -113,11 +110,8 @@ async def score_all(
 
 def is_embedding_model(model: LoadedModel) -> bool:
     """Whether it was made for vectors: it takes the mean, or has sentence-transformers' files beside it."""
-    if model.config.pooling == "mean":
-        return True
-    path = None if model.path is None else Path(model.path)
-    folder = path if path is None or path.is_dir() else path.parent
-    return folder is not None and (folder / "modules.json").is_file()
+    is_beside = model.path is not None and (folder_of(model.path) / "modules.json").is_file()
+    return model.config.pooling == "mean" or is_beside
 
 
 def judge_pairs(model: LoadedModel, instruction: str, pairs: list[tuple[str, str]]) -> tuple[list[float], int]:
@@ -133,7 +127,6 @@ def judge_pairs(model: LoadedModel, instruction: str, pairs: list[tuple[str, str
             variables = {"enable_thinking": False}
             ids = tokenizer.apply_chat_template(messages, tokenize=True, variables=variables)
         groups.append((ids, [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]))
-    scores = []
-    for yes, no in score_groups(model, groups):
-        scores.append(float(1 / (1 + np.exp(np.clip(no.total - yes.total, -700, 700)))))
+    pairs_of_scores = score_groups(model, groups)
+    scores = [float(1 / (1 + np.exp(np.clip(no.total - yes.total, -700, 700)))) for yes, no in pairs_of_scores]
     return scores, sum(len(ids) for ids, _ in groups)

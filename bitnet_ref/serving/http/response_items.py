@@ -28,11 +28,11 @@ def read_items(items: Sequence[Any], find: FindItem) -> list[dict[str, Any]]:
     for number, item in enumerate(items):
         place = f"input[{number}]"
         if not isinstance(item, Mapping):
-            raise RequestError(f"{place}: expected an object", place)
+            raise RequestError("expected an object", place)
         if item.get("type") == "item_reference" or (set(item) == {"id"}):
             found = find(str(item.get("id")))
             if found is None:
-                raise RequestError(f"{place}: there is no item {str(item.get('id'))[:100]!r}", place, 404)
+                raise RequestError(f"there is no item {str(item.get('id'))[:100]!r}", place, 404)
             item = found
         kind = item.get("type", "message")
         if kind == "reasoning":
@@ -41,7 +41,7 @@ def read_items(items: Sequence[Any], find: FindItem) -> list[dict[str, Any]]:
         if kind == "message":
             role = ROLES.get(str(item.get("role")))
             if role is None:
-                raise RequestError(f"{place}.role: expected one of {', '.join(ROLES)}", f"{place}.role")
+                raise RequestError(f"expected one of {', '.join(ROLES)}", f"{place}.role")
             text = read_parts(item.get("content"), f"{place}.content", TEXT_PARTS)
             message: dict[str, Any] = {"role": role, "content": text}
         elif kind in ("function_call", "custom_tool_call"):
@@ -67,7 +67,7 @@ def _read_call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     if item.get("type") == "custom_tool_call":
         arguments = custom_arguments(str(item.get("input", "")))
     if not isinstance(name, str) or not isinstance(arguments, str):
-        raise RequestError(f"{place}: a call needs a name and arguments, both texts", place)
+        raise RequestError("a call needs a name and arguments, both texts", place)
     call = {"id": str(item.get("call_id", "")), "type": "function"}
     calls = [{**call, "function": {"name": name, "arguments": arguments}}]
     return {"role": "assistant", "content": "", "tool_calls": calls}
@@ -84,7 +84,7 @@ def nest_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if kind.startswith(LEFT_OUT):
             continue
         if kind not in ("function", "custom") or not isinstance(tool.get("name"), str):
-            raise RequestError(f"{place}: expected a function or a custom tool with a name, got {kind[:60]!r}", place)
+            raise RequestError(f"expected a function or a custom tool with a name, got {kind[:60]!r}", place)
         nested.append(_nest(tool) if kind == "custom" else function_tool(tool, place))
     return nested
 
@@ -98,7 +98,7 @@ def nest_choice(choice: Any) -> Any:
         return _nest({**choice, "tools": tools})
     if choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
         return _nest(choice)
-    raise RequestError("tool_choice: expected auto, none, required, a function or allowed_tools", "tool_choice")
+    raise RequestError("expected auto, none, required, a function or allowed_tools", "tool_choice")
 
 
 def _nest(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -180,16 +180,12 @@ def read_response(
     messages += new
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat = {
-        "model": body.get("model"),
+        **{name: body.get(name) for name in ("model", "stream", "temperature", "seed", "parallel_tool_calls")},
         "messages": join_system([*system, *messages]),
-        "stream": body.get("stream"),
         "max_tokens": body.get("max_output_tokens"),
-        "temperature": body.get("temperature"),
         "top_p": body.get("top_p") or None,
-        "seed": body.get("seed"),
         "tools": nest_tools(body.get("tools") or []) or None,
         "tool_choice": nest_choice(body.get("tool_choice")),
-        "parallel_tool_calls": body.get("parallel_tool_calls"),
         "reasoning_effort": (body.get("reasoning") or {}).get("effort"),
         "response_format": _read_format((body.get("text") or {}).get("format") or {}),
     }
@@ -204,7 +200,7 @@ def _read_format(form: Mapping[str, Any]) -> dict[str, Any] | None:
     if form.get("type") != "json_schema":
         return {"type": form["type"]} if "type" in form else None
     if "schema" not in form:
-        raise RequestError("text.format.schema: is missing", "text.format.schema")
+        raise RequestError("is missing", "text.format.schema")
     return {"type": "json_schema", "json_schema": {"name": str(form.get("name", "reply")), "schema": form["schema"]}}
 
 
@@ -323,12 +319,10 @@ class ResponseWriter(BlockWriter):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.get("instructions"),
-            "max_output_tokens": body.get("max_output_tokens"),
+            **{name: body.get(name) for name in ("instructions", "max_output_tokens", "previous_response_id")},
             "model": self.asked.model_name,
             "output": [],
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-            "previous_response_id": body.get("previous_response_id"),
             "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
             "store": body.get("store") is not False,
             "temperature": params.get("temperature"),

@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class RequestError(BitNetRefError):
-    """An HTTP request that is refused: its status, and the parameter that is wrong."""
+    """An HTTP request that is refused: its status, and `field`, the parameter that is wrong."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        self.param, self.status, self.code = param, status, code
-        super().__init__(message)
+    def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
+        self.status, self.code = status, code
+        super().__init__(message, field=field)
 
 
 def or_null(schema: Schema) -> Schema:
@@ -307,27 +307,42 @@ def _values(value: dict[str, Any] | list[Any]) -> Any:
 
 
 def check(value: Any, path: str) -> None:
-    """Raise RequestError, with the place, for a body that this path does not take."""
+    """Raise RequestError, with the place, for a body that this path does not take. Numbers like 1.0, which JSON Schema
+    takes for integers, become integers."""
     from fastjsonschema import JsonSchemaValueException
 
     try:
-        _checker(path)(value)
+        _read_integers(_checker(path)(value), BODIES[path][1])
     except JsonSchemaValueException as error:
         name = ".".join(map(str, error.path[1:])) or None
         if error.rule == "additionalProperties" and isinstance(error.value, dict):
             wrong = next(key for key in error.value if key not in error.definition["properties"])
             known = error.definition["properties"]
             used = [key for key, schema in known.items() if not is_unused(schema)]
-            raise RequestError(f"{wrong}: there is no such parameter; {suggest(wrong, used, known)}", wrong) from None
+            raise RequestError(f"there is no such parameter; {suggest(wrong, used, known)}", wrong) from None
         if error.rule == "required" and isinstance(error.value, dict):
-            name = next(key for key in error.definition["required"] if key not in error.value)
-            raise RequestError(f"{'.'.join([*map(str, error.path[1:]), name])}: is missing", name) from None
+            missing = next(key for key in error.definition["required"] if key not in error.value)
+            raise RequestError("is missing", f"{name}.{missing}" if name else missing) from None
         if error.rule == "enum" and error.rule_definition == OFF:
-            raise RequestError(f"{name}: {error.definition['description']}", name) from None
+            raise RequestError(error.definition["description"], name) from None
         rule = _RULES.get(str(error.rule))
         expected = _in_words(error.definition) if rule is None else rule.format(error.rule_definition)
-        got = describe(error.value)
-        raise RequestError(f"{name or 'the body'}: expected {expected}, got {got}", name) from None
+        message = f"expected {expected}, got {describe(error.value)}"
+        raise RequestError(message if name else f"the body: {message}", name) from None
+
+
+def _read_integers(value: Any, schema: Schema) -> Any:
+    """A value that fits its schema, with integers where that wants them; its objects and lists are changed."""
+    if isinstance(value, float) and value % 1 == 0 and "integer" in schema.get("type", ()):
+        return int(value)
+    for each in schema.get("anyOf", ()):
+        value = _read_integers(value, each)
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        value.update({name: _read_integers(value[name], known[name]) for name in value.keys() & known.keys()})
+    elif isinstance(value, list) and "items" in schema:
+        value[:] = [_read_integers(each, schema["items"]) for each in value]
+    return value
 
 
 _RULES = {

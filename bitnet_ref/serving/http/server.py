@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from .fingerprint import fingerprint_of, has_fingerprint
 from .page import describe_engine, render_page
 from .request_log import record_of
 from .schemas import RequestError
-from .shapes import Read, embedding_ids, embedding_response
+from .shapes import Read, embedding_ids, embedding_response, name_marks
 from .shelf import ModelShelf
 from .waiting import unless_gone
 from .writers import OpenAIWriter
@@ -107,10 +107,17 @@ class Server:
 
     async def embeddings(self, request: Request) -> Response:
         body = await self.body(request)
-        async with self.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, self.embed(engine.adapted_model, body))
-            record_of(request).prompt_tokens = tokens
+        name, vectors, tokens = await self.read_texts(request, body, lambda model: self.embed(model, body))
         return JSONResponse(embedding_response(body, name, vectors, tokens))
+
+    async def read_texts(
+        self, request: Request, body: Mapping[str, Any], work: Callable[[LoadedModel], Awaitable[tuple[T, int]]]
+    ) -> tuple[str, T, int]:
+        """The name of the model that a body names, the result of `work` with it, and the tokens that were read."""
+        async with self.borrow(body) as (name, engine):
+            result, tokens = await unless_gone(request, work(engine.adapted_model))
+            record_of(request).prompt_tokens = tokens
+        return name, result, tokens
 
     async def embed(self, model: LoadedModel, body: Mapping[str, Any]) -> tuple[np.ndarray, int]:
         """The vectors of texts or of lists of token ids, the `input` of a body, and the tokens of all."""
@@ -129,21 +136,20 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         body = await self.body(request)
         if (body.get("prompt") is None) == (body.get("messages") is None):
-            raise RequestError("prompt: expected either a prompt or messages", "prompt")
+            raise RequestError("expected either a prompt or messages", "prompt")
         async with self.borrow(body) as (_, engine):
 
-            def ids() -> list[int]:
+            def answer() -> Response:
+                model = engine.model
                 if body.get("messages") is not None:
-                    return chat_ids(engine.model, body, self.chat_template, bool(body.get("tools")))
-                return engine.model.tokenizer.encode(body["prompt"], body.get("add_special_tokens") is not False)
+                    tokens = chat_ids(model, body, self.chat_template, bool(body.get("tools")))
+                else:
+                    tokens = model.tokenizer.encode(body["prompt"], body.get("add_special_tokens") is not False)
+                texts = list(map(model.tokenizer.id_to_token, tokens)) if body.get("return_token_strs") else None
+                facts = {"count": len(tokens), "max_model_len": model.context_length}
+                return JSONResponse({**facts, "tokens": tokens, "token_strs": texts})
 
-            def strings(tokens: list[int]) -> list[str]:
-                return list(map(engine.model.tokenizer.id_to_token, tokens))
-
-            tokens = await self.work(ids)
-            texts = await self.work(strings, tokens) if body.get("return_token_strs") else None
-            facts = {"count": len(tokens), "max_model_len": engine.model.context_length}
-            return await self.work(JSONResponse, {**facts, "tokens": tokens, "token_strs": texts})
+            return await self.work(answer)
 
     async def detokenize(self, request: Request) -> Response:
         body = await self.body(request)
@@ -154,12 +160,10 @@ class Server:
     async def tokenizer_info(self, request: Request) -> Response:
         async with self.borrow(dict(request.query_params)) as (name, engine):
             tokenizer = engine.model.tokenizer
-            names = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-            facts = {key: None if token is None else tokenizer.id_to_token(token) for key, token in names.items()}
             sizes = {"vocab_size": tokenizer.vocab_size, "model_max_length": engine.model.context_length}
             template = self.chat_template or tokenizer.chat_template
             kind = {"model": name, "tokenizer_class": type(tokenizer).__name__}
-            return JSONResponse({**kind, **sizes, **facts, "chat_template": template})
+            return JSONResponse({**kind, **sizes, **name_marks(tokenizer), "chat_template": template})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_facts(name) for name in self.shelf.places]})
@@ -197,7 +201,7 @@ class Server:
         for name in ("replica", "after"):
             text = request.query_params.get(name, "0")
             if re.fullmatch("[0-9]{1,18}", text) is None:
-                raise RequestError(f"{name}: expected a whole number, got {text[:50]!r}", name)
+                raise RequestError(f"expected a whole number, got {text[:50]!r}", name)
             numbers[name] = int(text)
         facts = {"model": model, "loaded": place.engine is not None}
         if place.engine is not None:

@@ -45,7 +45,7 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, ch
     many = isinstance(prompt, list) and not isinstance(prompt[0], int)
     if body.get("suffix"):
         if many or not isinstance(prompt, str) or echo:
-            raise RequestError("suffix: expected one prompt, a text, without echo", "suffix")
+            raise RequestError("expected one prompt, a text, without echo", "suffix")
         prompt = infill_ids(engine.model.tokenizer, prompt, body["suffix"], "suffix")
     params.setdefault("max_tokens", default)
     prompts = prompt if many else [prompt]
@@ -55,14 +55,13 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, ch
         prompts = [truncate_ids(each, body, engine.model, max(1, params["max_tokens"])) for each in ids]
     only_scored = params["max_tokens"] == 0
     if only_scored and not echo:
-        raise RequestError("max_tokens: 0 asks for no text, unless echo is true; expected at least 1", "max_tokens")
+        raise RequestError("0 asks for no text, unless echo is true; expected at least 1", "max_tokens")
     params["max_tokens"] = max(1, params["max_tokens"])
     if echo and top is not None:
         params.setdefault("prompt_logprobs", top)  # as in vLLM
     n, best_of = params.get("n", 1), body.get("best_of") or params.get("n", 1)
     if best_of < n or (best_of > n and (common["stream"] or "num_beams" in params)):
-        message = f"best_of: expected at least n, {n}, and no more in a stream or with beams; got {best_of}"
-        raise RequestError(message, "best_of")
+        raise RequestError(f"expected at least n, {n}, and no more in a stream or with beams; got {best_of}", "best_of")
     params |= {"n": best_of, "echo": True}  # the prompt's text is cut off again; so a space after it is not lost
     return Asked(
         *(model_name, prompts, params, False, n),
@@ -92,19 +91,19 @@ def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str, field: str) -> li
             front = tokenizer.encode("")[:1] if tokenizer.bos_id in tokenizer.encode("")[:1] else []
             return [*front, *marks[:1], *before, *marks[1:2], *after, *marks[2:]]  # type: ignore[list-item]
     message = "this model's tokenizer has no tokens for filling in the middle, so it can only continue a text"
-    raise RequestError(f"{field}: {message}", field)
+    raise RequestError(message, field)
 
 
 def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema, with the conversation as token ids. Raises RequestError."""
     body = _with_tools(rename_fields(body))
     if other := [kind for kind in body.get("modalities") or [] if kind != "text"]:
-        raise RequestError(f"modalities: {other[0][:40]} is not supported; the models write text only", "modalities")
+        raise RequestError(f"{other[0][:40]} is not supported; the models write text only", "modalities")
     params, common = _read_common(body, engine)
     if body.get("max_completion_tokens") is not None:
         params["max_tokens"] = body["max_completion_tokens"]
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
-        raise RequestError("top_logprobs: needs logprobs=true", "top_logprobs")
+        raise RequestError("needs logprobs=true", "top_logprobs")
     tokenizer, template = engine.model.tokenizer, chat_template
     if template is None:
         template = tokenizer.template_for(bool(body.get("tools"))) or ""
@@ -129,7 +128,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         if thinking.begins_inside and any(params.get(name) not in (None, (), []) for name in GUIDES):
             params["guide_after"] = end
         if (body.get("thinking_token_budget") or 0) >= 0 and body.get("thinking_token_budget") is not None:
-            budget = int(body["thinking_token_budget"])  # JSON has 1.0 for 1
+            budget = body["thinking_token_budget"]
             start = [] if thinking.begins_inside else token_ids_of(tokenizer, thinking.start)
             params.setdefault("processors", []).append(ThinkingBudget(len(ids), budget, start, end))
     marks = (*(form.marks if tools is not None else ()), *((thinking.start, thinking.end) if thinking else ()))
@@ -157,9 +156,9 @@ def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, ro
     size = body.get("truncate_prompt_tokens")
     if size is None:
         return ids
-    size = int(size) if size >= 0 else max(1, model.context_length - room)
+    size = size if size >= 0 else max(1, model.context_length - room)
     if size == 0:
-        raise RequestError("truncate_prompt_tokens: expected at least 1, or -1", "truncate_prompt_tokens")
+        raise RequestError("expected at least 1, or -1", "truncate_prompt_tokens")
     return ids[:size] if body.get("truncation_side") == "right" else ids[-size:]
 
 
@@ -168,7 +167,7 @@ def _with_tools(body: dict[str, Any]) -> dict[str, Any]:
     choice = body.get("function_call")
     if body.get("functions"):
         if body.get("tools"):
-            raise RequestError("functions: expected tools or functions, not both", "functions")
+            raise RequestError("expected tools or functions, not both", "functions")
         body["tools"] = [{"type": "function", "function": each} for each in body["functions"]]
         body["parallel_tool_calls"] = False
     if choice is not None:
@@ -180,6 +179,12 @@ def token_ids_of(tokenizer: Tokenizer, mark: str) -> list[int]:
     """The ids of a mark in the middle of a text: its own token where it has one."""
     token = tokenizer.token_to_id(mark)
     return tokenizer.encode(mark, add_special_tokens=False) if token is None else [token]
+
+
+def name_marks(tokenizer: Tokenizer) -> dict[str, str | None]:
+    """The tokens that begin and end a text, by name."""
+    marks = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    return {key: None if token is None else tokenizer.id_to_token(token) for key, token in marks.items()}
 
 
 def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -194,16 +199,16 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         params["seed"] %= 2**64
     if body.get("use_beam_search"):  # vLLM's: n is the number of beams
         if body.get("stream"):
-            raise RequestError("stream: a search by beams has no text before its end", "stream")
+            raise RequestError("a search by beams has no text before its end", "stream")
         params |= {"num_beams": params.get("n", 1), "temperature": params.get("temperature", 0.0)}
     if body.get("prompt_logprobs") is not None:
         if body.get("stream"):
-            raise RequestError("prompt_logprobs: are not given in a stream", "prompt_logprobs")
+            raise RequestError("are not given in a stream", "prompt_logprobs")
         params["prompt_logprobs"] = body["prompt_logprobs"]
     if body.get("allowed_token_ids"):
         size = engine.model.config.vocab_size
         if (largest := max(body["allowed_token_ids"])) >= size:
-            message = f"allowed_token_ids: expected ids below {size}, the size of the vocabulary, got {largest}"
+            message = f"expected ids below {size}, the size of the vocabulary, got {largest}"
             raise RequestError(message, "allowed_token_ids")
         allowed = np.unique(np.asarray(body["allowed_token_ids"], np.int64))
         params["processors"] = [lambda _, logits: keep_only(allowed, logits)]
@@ -218,7 +223,7 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
     options = body.get("stream_options") or {}
     stream = bool(body.get("stream"))
     if body.get("stream_options") is not None and not stream:
-        raise RequestError("stream_options: needs stream=true", "stream_options")
+        raise RequestError("needs stream=true", "stream_options")
     return params, {
         "stream": stream,
         "usage_in_stream": bool(options.get("include_usage")),
@@ -240,7 +245,7 @@ def read_biases(pairs: list[list[Any]], tokenizer: Tokenizer) -> dict[int, float
         is_id = isinstance(target, int | float) and not isinstance(target, bool) and target >= 0 and target % 1 == 0
         if not (is_id or isinstance(target, str)) or isinstance(bias, str) or bias is True:
             message = "expected a token id or a text, and a number from -100 to 100 or false"
-            raise RequestError(f"logit_bias[{number}]: {message}", f"logit_bias[{number}]")
+            raise RequestError(message, f"logit_bias[{number}]")
         ids = tokenizer.encode(target, add_special_tokens=False) if isinstance(target, str) else [int(target)]
         biases |= dict.fromkeys(ids, -100.0 if bias is False else bias)
     return biases
@@ -253,7 +258,7 @@ def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> None:
         schema = form.get("schema")  # llama-server's
         if form["type"] == "json_schema":
             if not form.get("json_schema"):
-                raise RequestError("response_format.json_schema: is missing", "response_format.json_schema")
+                raise RequestError("is missing", "response_format.json_schema")
             schema = form["json_schema"]["schema"] if form["json_schema"]["schema"] is not None else {}
         params["guided_json"] = {"type": "object"} if schema is None else schema
     if outputs.get("json_object"):
@@ -284,7 +289,7 @@ def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats, tokens: int) -> dict[str, Any]:
     """vectors (B, D); tokens: of all texts. Raises RequestError for other `dimensions` than the vectors have."""
     if body.get("dimensions") not in (None, vectors.shape[1]):
-        raise RequestError(f"dimensions: this model's vectors have {vectors.shape[1]}", "dimensions")
+        raise RequestError(f"this model's vectors have {vectors.shape[1]}", "dimensions")
     if body.get("encoding_format") == "base64":
         coded: list[Any] = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
     else:

@@ -85,8 +85,8 @@ class ModelShelf:
         if self.default is not None and (not wanted or self._has_default):
             return self.default
         if not wanted:
-            raise RequestError(f"model: is missing; there are: {', '.join(self.places)}", "model")
-        message = f"model: there is no model {wanted[:200]!r}; there are: {', '.join(self.places)}"
+            raise RequestError(f"is missing; there are: {', '.join(self.places)}", "model")
+        message = f"there is no model {wanted[:200]!r}; there are: {', '.join(self.places)}"
         raise RequestError(message, "model", 404, "model_not_found")
 
     def place(self, wanted: str | None) -> Place:
@@ -142,7 +142,7 @@ class ModelShelf:
         except (BitNetRefError, OSError) as error:
             log.error("model %s cannot be loaded: %s", place.name, describe_error(error))
             text = "cannot be loaded now; the server's log has the cause"
-            raise RequestError(f"model: {place.name} {text}", "model", 503, "model_unavailable") from error
+            raise RequestError(f"{place.name} {text}", "model", 503, "model_unavailable") from error
 
     async def _load(self, place: Place) -> None:
         needed = place.nbytes or _file_bytes(place.source)
@@ -153,7 +153,7 @@ class ModelShelf:
                 text = f"needs {needed:,} bytes, and the server's budget of {self._budget:,} is held by: {held}"
                 if not held:
                     raise OutOfMemory(f"model {place.name} needs {needed:,} bytes; the budget is {self._budget:,}")
-                raise RequestError(f"model: {place.name} {text}; try again later", "model", 503, "model_unavailable")
+                raise RequestError(f"{place.name} {text}; try again later", "model", 503, "model_unavailable")
             await self._drop(min(idle, key=lambda each: each.last_used_s))
         started, place.nbytes, place.is_loading = time.monotonic(), needed, True
         try:

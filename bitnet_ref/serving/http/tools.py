@@ -156,7 +156,7 @@ def function_tool(tool: Mapping[str, Any], place: str, schema: str = "parameters
     """A tool as chats have it. schema: the field with that of the parameters. Raises RequestError unless it is one."""
     parameters = tool.get(schema)
     if not isinstance(parameters, Mapping | None):
-        raise RequestError(f"{place}.{schema}: expected an object", place)
+        raise RequestError("expected an object", f"{place}.{schema}")
     function = {"name": tool["name"], "parameters": parameters or {"type": "object", "properties": {}}}
     if tool.get("description"):
         function["description"] = tool["description"]
@@ -208,7 +208,7 @@ def _read_format(form: Any, place: str) -> tuple[str, str]:
     guides = {"lark": "guided_grammar", "regex": "guided_regex"}
     syntax, definition = grammar.get("syntax"), grammar.get("definition")
     if form.get("type") != "grammar" or syntax not in guides or not isinstance(definition, str):
-        raise RequestError(f"{place}: expected a grammar with the syntax lark or regex, and its definition", place)
+        raise RequestError("expected a grammar with the syntax lark or regex, and its definition", place)
     return guides[syntax], definition
 
 
@@ -230,7 +230,7 @@ def choose_input(
         return InputReader(names[0]), {guide: text}
     if len(names) > 1 and any(custom.get(name, ("", ""))[0] == "guided_grammar" for name in names):
         message = "with a tool whose format is a grammar in Lark, name that tool, or allow it alone"
-        raise RequestError(f"tool_choice: {message}", "tool_choice")
+        raise RequestError(message, "tool_choice")
     return None
 
 
@@ -249,7 +249,7 @@ def _inner(value: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     """What stands beside the type, under its name."""
     inner = value.get(value["type"])
     if not isinstance(inner, Mapping):
-        raise RequestError(f"{place}.{value['type']}: is missing", f"{place}.{value['type']}")
+        raise RequestError("is missing", f"{place}.{value['type']}")
     return inner
 
 
@@ -285,7 +285,7 @@ def choose_tools(
     """
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     if not functions and choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
+        raise RequestError("there are no tools to choose from", "tool_choice")
     if not functions or choice == "none":
         return None, None
     if choice in (None, "auto"):
@@ -293,7 +293,7 @@ def choose_tools(
     if isinstance(choice, Mapping):
         name = choice["function"]["name"]
         if name not in functions:
-            raise RequestError(f"tool_choice: there is no tool {name!r}", "tool_choice")
+            raise RequestError(f"there is no tool {name!r}", "tool_choice")
         functions = {name: functions[name]}
     definitions, forms = [], []
     for number, (name, parameters) in enumerate(functions.items()):
@@ -303,7 +303,7 @@ def choose_tools(
             if not parameters.get("properties") and not parameters.keys() & OPEN:
                 parameters["additionalProperties"] = False  # it takes no arguments
         if parameters.get("type", "object") != "object":
-            raise RequestError(f"tools: the parameters of {name} are no object", "tools")
+            raise RequestError(f"the parameters of {name} are no object", "tools")
         definitions.append(_move(close_objects(parameters), place))
         shape = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
         forms.append({**shape, "properties": {"name": {"const": name}, "arguments": {"$ref": place}}})

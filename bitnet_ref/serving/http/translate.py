@@ -36,7 +36,7 @@ def ask_completion(given: Mapping[str, Any], name: str, engine: Engine, writer: 
 def cut_tokens(asked: Asked, engine: Engine, writer: MakeWriter) -> Asked:
     """Lower `max_tokens` to what the context has room for, as most other servers do. Raises RequestError."""
     if len(asked.prompts) != 1:
-        raise RequestError("prompt: expected one", "prompt")
+        raise RequestError("expected one", "prompt")
     prompt, asked.writer = asked.prompts[0], writer
     sampling = SamplingParams.of(**{**engine.config.sampling, **asked.params})
     window = ContextWindow.of(engine.model, sampling)
