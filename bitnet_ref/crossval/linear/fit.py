@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -91,26 +91,10 @@ def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, Array], random
     random: equal calls gave different values, so that a value may be a step away.
     """
     near = 1.05 if random else STEP
-    strict = _fit_activations(
-        calls, seen, [each for each in _activation_rules() if not random or _is_nearest(each)], near
-    )
-    if strict is not None or random:
-        return strict
+    nearest = [each for each in _activation_rules() if each.x_round == "half to even"]
     # a norm inside whose float32 noise moves values off the half
-    blurred = [
-        replace(each, x_round="nearest") for each in _activation_rules() if _is_nearest(each) and each.norm != "none"
-    ]
-    return _fit_activations(calls, seen, blurred, near)
-
-
-def _is_nearest(rules: Rules) -> bool:
-    return rules.x_round == "half to even"
-
-
-def _fit_activations(
-    calls: Mapping[str, Call], seen: Mapping[str, Array], candidates: Sequence[Rules], near: float
-) -> tuple[Rules, float] | None:
-    for rules in candidates:
+    blurred = [replace(each, x_round="nearest") for each in nearest if each.norm != "none"]
+    for rules in nearest if random else [*_activation_rules(), *blurred]:
         factor = 0.0
         for name in ("tokens", *(f"ties {levels}" for levels in LEVELS)):
             if name not in seen:
@@ -165,26 +149,13 @@ def _weight_rules() -> list[dict[str, Any]]:
 def fit_weights(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Rules | None:
     """The rules of weights that give every one of the effective weights `found`, by name of the matrix `drawn`."""
     patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in found.items()}
-    candidates = (replace(rules, **each) for each in _weight_rules())
-    fits = _first(candidates, found, drawn, patterns)
-    return fits or _first(_thresholds(found, drawn, rules), found, drawn, patterns)
-
-
-def _first(
-    candidates: Iterator[Rules],
-    found: Mapping[str, Array],
-    drawn: Mapping[str, Array],
-    patterns: Mapping[str, Array],
-) -> Rules | None:
     scales: dict[str, dict[str, Array]] = {}
-    for rules in candidates:
-        if rules.w_scale not in scales:
-            scales[rules.w_scale] = {name: scale_of(w, rules) for name, w in drawn.items()}
-        own = scales[rules.w_scale]
-        if _has_pattern(rules, own, drawn, patterns):
-            fitted = _fit_output(rules, own, found, drawn)
-            if fitted is not None:
-                return fitted
+    for tried in chain((replace(rules, **each) for each in _weight_rules()), _thresholds(found, drawn, rules)):
+        if tried.w_scale not in scales:
+            scales[tried.w_scale] = {name: scale_of(w, tried) for name, w in drawn.items()}
+        own = scales[tried.w_scale]
+        if _has_pattern(tried, own, drawn, patterns) and (fitted := _fit_output(tried, own, found, drawn)) is not None:
+            return fitted
     return None
 
 
@@ -195,7 +166,7 @@ def _has_pattern(
     if rules.w_round == "sign of w - mean":
         return all(pattern.mean() > 0.99 for pattern in patterns.values())
     if rules.w_round == "none":
-        return all(pattern.mean() > 0.7 for name, pattern in patterns.items())
+        return all(pattern.mean() > 0.7 for pattern in patterns.values())
     for name, pattern in patterns.items():
         s = scales[name][: len(pattern)]
         zero = quantize_w(drawn[name][: len(pattern)], rules, s) == 0
