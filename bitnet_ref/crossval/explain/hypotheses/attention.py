@@ -16,7 +16,6 @@ from ..variants import Step
 
 rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
 scores_mistake = partial(Hypothesis, "*.attn.hook_attn_scores")
-kv_head_mistake = partial(Hypothesis, "*.attn.hook_attn_scores *.attn.hook_z")
 WINDOW = "A window of w is the token itself and w - 1 before it."
 
 
@@ -91,7 +90,8 @@ HYPOTHESES = (
         WINDOW, lambda i, j, window: _causal(i, j, None if window is None else max(1, window - 1))),
     _sees("window_ignored", "the sliding window is ignored",
         "Read sliding_window from the config.", lambda i, j, window: j <= i),
-    kv_head_mistake("gqa_heads_interleaved", "query heads are grouped wrongly: head h reads kv head h mod G",
+    Hypothesis("*.attn.hook_attn_scores *.attn.hook_z", "gqa_heads_interleaved",
+        "query heads are grouped wrongly: head h reads kv head h mod G",
         "Head h reads kv head h // (H/G): repeat each kv head H/G times in a row.",
         reads_kv_head(lambda i, h, g: i % g), _shares_kv_heads),
     scores_mistake("scores_not_scaled", "scores are not divided by sqrt(d)",

@@ -51,8 +51,9 @@ def prompt_hypotheses(
     ]
     # fmt: on
     if tokenizer is not None and prompt is not None:
-        changes = (partial(_encode_changed, tokenizer, prompt, change) for *_, change in _TEXT_CHANGES)
-        hypotheses += [TokenHypothesis(*h[:3], change) for h, change in zip(_TEXT_CHANGES, changes, strict=True)]
+        for name, cause, remedy, change in _TEXT_CHANGES:
+            wrong = partial(_encode_changed, tokenizer, prompt, change)
+            hypotheses.append(TokenHypothesis(name, cause, remedy, wrong))
         hypotheses.append(
             TokenHypothesis(
                 "special_tokens_as_text",
