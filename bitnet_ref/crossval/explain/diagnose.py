@@ -333,10 +333,8 @@ class _Search:
                 self.diagnoses[:] = [d for d in self.diagnoses if d.cause != finding.cause]
             changed = self.setting.with_edits(finding.edits)
             self.changes[finding.cause] = partial(Setting.with_edits, edits=finding.edits)
-            tensors = changed.run(self.candidate.__contains__)
-            agrees = compare(tensors, self.candidate, changed.config, changed.tokens).agrees
-            first = None if agrees or not finding.left else finding.left[0]
-            error = self._logit_error(tensors)
+            comparison, error = self._compare_whole(changed)
+            first = None if comparison.agrees or not finding.left else finding.left[0]
             if finding.made is not None:
                 self.edits[finding.cause] = finding.made
             diagnosis = self._judge(finding, first is None, True, first, error, finding.example)
@@ -405,10 +403,13 @@ class _Search:
         self.changes[hypothesis.cause] = hypothesis.change
         comparison, error = self._compare_beginning(changed), None
         if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
-            tensors = changed.run(self.candidate.__contains__)
-            comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
-            error = self._logit_error(tensors)
+            comparison, error = self._compare_whole(changed)
         return self._judge(hypothesis, bool(comparison.agrees), expected, _first_name(comparison), error)
+
+    def _compare_whole(self, changed: Setting) -> tuple[Comparison, float | None]:
+        """The comparison of the whole run, and the logits' error."""
+        tensors = changed.run(self.candidate.__contains__)
+        return compare(tensors, self.candidate, changed.config, changed.tokens), self._logit_error(tensors)
 
     def _compare_beginning(self, changed: Setting) -> Comparison | None:
         """The comparison up to the first op that differs without the change. It costs little.

@@ -61,14 +61,8 @@ def role(name: str) -> str:
 
 def noun(name: str) -> str:
     """ "blocks.0.attn.q_proj.hook_out" -> "the output of q_proj"."""
-    part = role(name)
-    nouns = _nouns()
-    if part in nouns:
-        return nouns[part]
-    owner, _, hook = part.rpartition(".")
-    return HOOKS.get(hook, hook + " of {}").format(
-        nouns.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
-    )
+    template, module = _module_of(role(name))
+    return template.format(module)
 
 
 def numbers_in_words(numbers: Sequence[int], total: int) -> str:
@@ -115,9 +109,12 @@ def place_in_words(
 def _module_of(part: str) -> tuple[str, str]:
     """ "attn.q_proj.hook_out" -> "the output of {}", "q_proj". A tensor with a noun of its own: "{}", the noun."""
     owner, _, hook = part.rpartition(".")
-    if part in _nouns() or hook not in HOOKS:
-        return "{}", noun(part)
-    return HOOKS[hook], _nouns().get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
+    nouns = _nouns()
+    if part in nouns:
+        return "{}", nouns[part]
+    return HOOKS.get(hook, hook + " of {}"), nouns.get(
+        owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner
+    )
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -211,18 +208,18 @@ def _sum_worked(a: Any, i: tuple[int, ...], right: float) -> str:
     return f"x = {a[0][i]:.6g}, the block's result = {a[1][i]:.6g}\ntheir sum = {right:.6g}"
 
 
+def _result_alone(a: Any, i: tuple[int, ...], right: float) -> str:
+    return f"the reference computes {right:.6g}"
+
+
 def _scaled_worked(a: Any, i: tuple[int, ...], right: float) -> str:
     if len(a) < 3:  # a dense product
-        return f"the reference computes {right:.6g}"
+        return _result_alone(a, i, right)
     scales = f"w_scale = {float(a[1].w_dequant_scale):.6g}, x_scale = {float(a[2][i[0], 0]):.6g}"
     return f"accumulator = {a[0][i]}, {scales}\naccumulator * (w_scale / x_scale) = {right:.6g}"
 
 
 # One value of a step: its inputs and the reference's steps, of the step's inputs, the value's index and right value.
-def _result_alone(inputs: Any, i: tuple[int, ...], right: float) -> str:
-    return f"the reference computes {right:.6g}"
-
-
 WORKED: dict[str, Callable[[Any, tuple[int, ...], float], str]] = {
     "hook_scale": _length_worked, "hook_attn_scores": _score_worked, "hook_resid_mid": _sum_worked, "hook_resid_post": _sum_worked, "hook_out": _scaled_worked, "product": _scaled_worked,
     "hook_normalized": lambda a, i, right: f"x = {a[0][i]:.6g}, length = {float(a[1][i[0], 0]):.6g}, weight = {float(a[2][i[-1]]):.6g}\nx / length * weight = {right:.6g}",
