@@ -274,6 +274,10 @@ def test_the_reference_has_the_lines_to_compare_with():
         assert line in inspect.getsource(function), (function, line)
 
 
+def test_numbers_in_equal_steps():
+    assert wording.numbers_in_words([0, 2, 4, 6], 8) == "0, 2, ... 6 (one in every 2, of 8)"
+
+
 def test_a_value_is_worked_through(tmp_path, seen):
     """Whether a cause is found or not: the present line of the reference, and the engine's own value."""
     m, name = model(CASE), "blocks.1.mlp.hook_post"

@@ -75,7 +75,7 @@ def numbers_in_words(numbers: Sequence[int], total: int) -> str:
         place = f"the last {len(n)}" if n[-1] == total - 1 else f"the first {len(n)}" if n[0] == 0 else f"{len(n)}"
         return f"{n[0]} to {n[-1]} ({place} of {total})"
     if len(steps) == 1 and len(n) > 3:
-        return f"{n[0]}, {n[1]}, ... {n[-1]} (every {steps.pop()}th of {total})"
+        return f"{n[0]}, {n[1]}, ... {n[-1]} (one in every {steps.pop()}, of {total})"
     return ", ".join(map(str, n)) if len(n) <= 8 else f"{', '.join(map(str, n[:6]))}, ... ({len(n)} of {total})"
 
 
