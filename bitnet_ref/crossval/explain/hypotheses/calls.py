@@ -416,8 +416,8 @@ def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int |
             continue
         mine = step.result.reshape(len(step.result), -1).astype(np.float64)
         with np.errstate(all="ignore"):
-            error = np.linalg.norm(theirs.reshape(mine.shape) - mine, axis=1) / np.linalg.norm(mine, axis=1)
-        wrong = np.flatnonzero(~(error <= _WRONG_ROW))
+            error = np.linalg.norm(theirs.reshape(mine.shape) - mine, axis=1)
+            wrong = np.flatnonzero(~(error <= _WRONG_ROW * np.linalg.norm(mine, axis=1)))
         if len(wrong):
             first = int(wrong[0]) if first is None else min(first, int(wrong[0]))
     return first
