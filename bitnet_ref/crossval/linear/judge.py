@@ -193,10 +193,9 @@ class _Judge:
         at = place_of(gap)
         text, wrong = ROUNDED_AS[rules.x_round], rules.x_round not in ("half to even", "nearest")
         if rules.levels in (128, 127.5):
-            text += {(-128, 127): ", cut to -128..127", None: ", not cut to int8: 128 is kept"}.get(
-                rules.x_clip, f", cut to {rules.x_clip[0]}..{rules.x_clip[1]}" if rules.x_clip else ""
-            )
-            wrong |= rules.x_clip is None or rules.x_clip[1] == 128
+            clip = rules.x_clip
+            text += ", not cut to int8: 128 is kept" if clip is None else f", cut to {clip[0]}..{clip[1]}"
+            wrong |= clip is None or clip[1] == 128
         status = WRONG if wrong else RIGHT_STATUS
         where = f"x a{list(at)} = {u[at]:.6g}"
         return LineVerdict(line, status, text, where, float(right_q[at]), round(float(q[at]), 3))
@@ -234,15 +233,12 @@ class _Judge:
 
     def _weight_rounding(self) -> LineVerdict:
         rules, line = self.rules, "weight rounding"
-        name = "ties" if "ties" in self.effective else "normal"
-        w = matrices()[name]
-        right = replace(rules, w_round="half to even", w_clip=True)
-        s = scale_of(w, rules)
         if rules.w_round == "none":
             return LineVerdict(line, WRONG, "not at all", *self._matrix(Rules(), "normal"))
-        if rules.w_round in ("threshold", "sign", "sign of w - mean") or not rules.w_clip:
-            name, w = "normal", matrices()["normal"]
-            s = scale_of(w, rules)
+        is_rounded = rules.w_round in ROUNDINGS
+        name = "ties" if "ties" in self.effective and is_rounded and rules.w_clip else "normal"
+        w = matrices()[name]
+        right, s = replace(rules, w_round="half to even", w_clip=True), scale_of(w, rules)
         t = quantize_w(w, rules, s)
         out = OUTPUTS[rules.out](s.astype(np.float64), w, t) * rules.constant
         found, expected = self.effective[name] / out, quantize_w(w, right, s)
@@ -250,13 +246,11 @@ class _Judge:
         if gap.max() < STEP:
             gap = (np.abs(np.abs(w / s) - 0.5) < 1e-6).astype(float)
         at = place_of(gap)
-        text, wrong = ROUNDED_AS[rules.w_round], rules.w_round != "half to even"
+        text, wrong = ROUNDED_AS[rules.w_round], rules.w_round != "half to even" or not rules.w_clip
         if rules.w_round == "threshold":
             text = f"zero where |w| <= {rules.threshold:.3g} scales, where the rounding's threshold is 0.5"
-        if rules.w_round in ROUNDINGS and not rules.w_clip:
-            text, wrong = f"{text}; not cut to -1..1", True
-        elif rules.w_round in ROUNDINGS:
-            text = f"{text}, cut to -1..1"
+        if is_rounded:
+            text += ", cut to -1..1" if rules.w_clip else "; not cut to -1..1"
         where = f"W / scale{list(at)} = {float((w / s)[at]):.6g}"
         status = WRONG if wrong else RIGHT_STATUS
         return LineVerdict(line, status, text, where, float(expected[at]), round(float(found[at]), 3))
