@@ -985,9 +985,8 @@ def _spread_out(evidence: Evidence, explanation: Explanation, shown: str) -> Fin
     scope = scope_in_words(edits, evidence.steps)
     place = f" ({explanation.place})" if explanation.place else ""
     cause = f"{scope}: {say(explanation.text, first, len(set(map(role, edits))) > 1)}{place}"
-    if known is None:
-        return Finding("described", cause, remedy(first), shown, edits, left, rounds=explanation.rounds)
-    return Finding(known.name, cause, f"{known.remedy} {remedy(first)}", shown, edits, left, rounds=explanation.rounds)
+    name, advice = ("described", "") if known is None else (known.name, f"{known.remedy} ")
+    return Finding(name, cause, advice + remedy(first), shown, edits, left, rounds=explanation.rounds)
 
 
 def tensors_left(setting: Setting, view: View, without: Evidence | None = None) -> list[str] | None:
