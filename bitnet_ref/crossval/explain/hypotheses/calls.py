@@ -13,18 +13,17 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ....families.family import Edit, Hypothesis, own_rope
+from ....families.family import Edit, Hypothesis, layer_weights, own_rope
 from ....reference import layers
 from ....reference.config import ModelConfig
 from ....reference.layers import Array
 from ....reference.weights import ModelWeights
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS, is_by_head
-from ..number_formats import rounded, to_integers
+from ..number_formats import FLOATS, INT4_ROWS, INT8_ROWS, rounded, to_integers
 from ..variants import Setting, Step, all_scores
 
 _CACHE = "The cache holds, for each token of its own sequence, the rotated key and the value at its own position."
@@ -151,7 +150,7 @@ def _narrow(size: int) -> Sees:
 # -- rows that are read from the cache ---------------------------------------------------------------------------------
 
 
-Rows = Callable[[Array, Step, bool], Array]  # (keys or values (N, G, d), step, whether they are keys) -> as read
+Rows = Callable[..., Array]  # (keys or values (N, G, d), step) -> as read
 
 
 def reads(rows_of: Rows, keys: bool, values: bool) -> Edit:
@@ -162,7 +161,7 @@ def reads(rows_of: Rows, keys: bool, values: bool) -> Edit:
         right = compute(first, rows, *rest)
         if not (keys if of_keys else values):
             return right
-        read = rows_of(rows, step, of_keys).reshape(rows.shape).astype(rows.dtype)
+        read = rows_of(rows, step).reshape(rows.shape).astype(rows.dtype)
         cached = np.arange(len(rows))[None] < _starts(step)[:, None]  # (N, N): j is read from the cache
         if of_keys:
             return np.where(cached, compute(first, read, *rest), right)
@@ -174,29 +173,25 @@ def reads(rows_of: Rows, keys: bool, values: bool) -> Edit:
     return edit
 
 
-def _turned_again(keys: Array, step: Step, is_keys: bool) -> Array:
-    positions = np.arange(len(keys))
-    tables = own_rope(step).tables(positions, step.setting.config.rotary_size, np.float32)
-    return layers.apply_rope(keys, *tables) if is_keys else keys
+def _turned_again(keys: Array, step: Step) -> Array:
+    tables = own_rope(step).tables(np.arange(len(keys)), step.setting.config.rotary_size, np.float32)
+    return layers.apply_rope(keys, *tables)
 
 
-def _before_rope(keys: Array, step: Step, is_keys: bool) -> Array:
+def _before_rope(keys: Array, step: Step) -> Array:
     attn = step.name.rpartition(".")[0]
-    return step.seen[
-        f"{attn}.k_norm.hook_normalized" if f"{attn}.k_norm.hook_normalized" in step.seen else f"{attn}.hook_k"
-    ]
+    return step.seen.get(f"{attn}.k_norm.hook_normalized", step.seen[f"{attn}.hook_k"])
 
 
-def _normed_again(keys: Array, step: Step, is_keys: bool) -> Array:
-    norm = getattr(step.setting.weights.layers[step.layer or 0], "k_norm", None)
+def _normed_again(keys: Array, step: Step) -> Array:
+    norm = getattr(layer_weights(step), "k_norm", None)
     if norm is None:
         raise LookupError("no norm of keys")
-    rows = keys.reshape(-1, len(norm.weight))
-    return layers.rms_norm(rows, norm.weight, norm.eps) if is_keys else keys
+    return layers.rms_norm(keys.reshape(-1, len(norm.weight)), norm.weight, norm.eps)
 
 
 def _moved(by: int) -> Rows:
-    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
+    def rows_of(rows: Array, step: Step) -> Array:
         moved = np.roll(rows, by, axis=0)
         if by > 0:
             moved[:by] = rows[:1]  # the slots before the first are read as the first
@@ -208,11 +203,11 @@ def _moved(by: int) -> Rows:
 def _of_other(index: int) -> Rows:
     """The rows that the other sequence of that number has at the same positions; its last for longer ones."""
 
-    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
-        attn = step.name.rpartition(".")[0]
+    def rows_of(rows: Array, step: Step) -> Array:
+        attn, _, hook = step.name.rpartition(".")
         setting = step.setting
         steps = _steps_of(setting.config, setting.weights, setting.path, *setting.others[index])
-        other: Array = steps[f"{attn}.{'hook_rot_k' if is_keys else 'hook_v'}"].result
+        other: Array = steps[f"{attn}.{'hook_rot_k' if hook == 'hook_attn_scores' else 'hook_v'}"].result
         return other[np.minimum(np.arange(len(rows)), len(other) - 1)]
 
     return rows_of
@@ -222,17 +217,6 @@ def _of_other(index: int) -> Rows:
 def _steps_of(config: ModelConfig, weights: ModelWeights, path: Path | None, *tokens: int) -> Mapping[str, Step]:
     """The steps of a right run of other tokens, in one call."""
     return Setting(config, weights, np.array(tokens, dtype=np.int64), path=path).steps
-
-
-_FP8 = ml_dtypes.float8_e4m3fn
-
-
-def _integers_of(top: int, axes: tuple[int, ...]) -> Rows:
-    return lambda rows, step, is_keys: to_integers(rows, top, axes).astype(np.float32)
-
-
-def _to(dtype: Any) -> Rows:
-    return lambda rows, step, is_keys: rounded(rows, dtype)
 
 
 _read_mistake = partial(Hypothesis, "*.attn.hook_attn_scores *.attn.hook_z", fits=_several)
@@ -246,18 +230,19 @@ _READS: tuple[tuple[str, str, Rows, bool, bool], ...] = (  # name, words, rows, 
         for name, words, by in (("before", "at position - 1", 1), ("after", "at position + 1", -1))
         for part, k, v in _PARTS
     ),
-    ("zeros", "the rows of the cache are zeros in later calls: they were never written", lambda rows, step, is_keys: 0 * rows, True, True),
-    ("zero_keys", "the keys of the cache are zeros in later calls", lambda rows, step, is_keys: 0 * rows, True, False),
-    ("zero_values", "the values of the cache are zeros in later calls", lambda rows, step, is_keys: 0 * rows, False, True),
-    ("heads_next", "kv heads of the cache are read one too far", lambda rows, step, is_keys: np.roll(rows, 1, axis=1), True, True),
-    ("transposed", "the cache is written as (tokens, heads, head_dim) and read as (heads, tokens, head_dim)", lambda rows, step, is_keys: np.ascontiguousarray(rows).reshape(rows.shape[1], rows.shape[0], -1).swapaxes(0, 1), True, True),
+    ("zeros", "the rows of the cache are zeros in later calls: they were never written", lambda rows, step: 0 * rows, True, True),
+    ("zero_keys", "the keys of the cache are zeros in later calls", lambda rows, step: 0 * rows, True, False),
+    ("zero_values", "the values of the cache are zeros in later calls", lambda rows, step: 0 * rows, False, True),
+    ("heads_next", "kv heads of the cache are read one too far", lambda rows, step: np.roll(rows, 1, axis=1), True, True),
+    ("transposed", "the cache is written as (tokens, heads, head_dim) and read as (heads, tokens, head_dim)", lambda rows, step: np.ascontiguousarray(rows).reshape(rows.shape[1], rows.shape[0], -1).swapaxes(0, 1), True, True),
     *(
-        (f"{name}{'' if k and v else f'_{part}'}", f"the {'cache is' if k and v else f'{part} of the cache are'} in {words}", rule, k, v)
+        (f"{name}{'' if k and v else f'_{part}'}", f"the {'cache is' if k and v else f'{part} of the cache are'} in {words}", lambda rows, step, rule=rule: rule(rows), k, v)
         for part, k, v in _PARTS
         for name, words, rule in (
-            ("bfloat16", "bfloat16", _to(ml_dtypes.bfloat16)), ("float16", "float16", _to(np.float16)), ("fp8", "fp8 (e4m3)", _to(_FP8)),
-            ("int8", "int8, with a scale for each head of each token", _integers_of(127, (2,))), ("int8_by_token", "int8, with a scale for each token", _integers_of(127, (1, 2))),
-            ("int4", "int4, with a scale for each head of each token", _integers_of(7, (2,))),
+            *((words.split()[0], words, partial(rounded, dtype=FLOATS[words])) for words in ("bfloat16", "float16", "fp8 (e4m3)")),
+            ("int8", "int8, with a scale for each head of each token", INT8_ROWS),
+            ("int8_by_token", "int8, with a scale for each token", partial(to_integers, top=127, axis=(1, 2))),
+            ("int4", "int4, with a scale for each head of each token", INT4_ROWS),
         )
     ),
 )  # fmt: skip
