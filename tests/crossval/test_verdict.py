@@ -27,6 +27,7 @@ from bitnet_ref.cli.shell import make_table, style_text
 from bitnet_ref.crossval import Crossing, cross_trace
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain import wording
+from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.names import LOGITS, nearest_name, op_order
 from bitnet_ref.crossval.opponents import explain_trace
 from bitnet_ref.crossval.token_ids import used_ids
@@ -276,6 +277,20 @@ def test_the_reference_has_the_lines_to_compare_with():
 
 def test_numbers_in_equal_steps():
     assert wording.numbers_in_words([0, 2, 4, 6], 8) == "0, 2, ... 6 (one in every 2, of 8)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (range(1, 16, 4), "in head 1 only; heads 0, 2, 3 are right"),
+        (range(4, 12), "in tokens 1 to 2 (2 of 4) only; tokens 0, 3 are right"),
+        ([3, 6], "in rows 3, 6 only; the others are right"),
+    ],
+)
+def test_rows_of_a_norm_over_heads_are_heads_and_tokens(rows, words):
+    setting = Setting.of(model(CASE), [1, 2, 3, 4])
+    name = "blocks.0.attn.q_norm.hook_normalized"
+    assert wording.place_in_words(name, (16, 8), False, setting, 0, rows) == words
 
 
 def test_a_value_is_worked_through(tmp_path, seen):

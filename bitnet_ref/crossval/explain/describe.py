@@ -590,7 +590,7 @@ class Site:
         if again is None or self.target.match(again) != ():
             return None
         shape, by_head = self.target.theirs.shape, self.target.by_head
-        place = place_in_words(unit[0], shape, by_head, self.evidence.setting.config, axis, indices)
+        place = place_in_words(unit[0], shape, by_head, self.evidence.setting, axis, indices)
         cost, error = d.cost + 0.1, self.target.distance(again)
         return Explanation(cost, d.text, part, d.known, names=unit, place=place, error=error)
 
@@ -736,7 +736,7 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
 def _other_orders(step: Step, target: Target) -> Iterator[Description]:
     """The right tensor with its tokens, heads, columns or keys in an order that the engine's tensor shows."""
     allowed = np.broadcast_to(target.allowed, target.theirs.shape) * (not target.exact)
-    for axis, word in enumerate(axis_words(target.right.shape, target.by_head)):
+    for axis, word in enumerate(axis_words(target.right.shape, target.by_head, len(step.setting.tokens))):
         theirs, right, room, close = (
             np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
             for x in (np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close)

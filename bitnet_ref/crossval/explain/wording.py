@@ -11,10 +11,9 @@ import numpy as np
 
 from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
-from ...reference.config import ModelConfig
 from ...reference.layers import Array
 from ..names import layer_of
-from .variants import Step
+from .variants import Setting, Step
 
 NOUNS = {
     "hook_embed": "the embedding", "ln1": "attn_norm", "ln2": "ffn_norm", "attn.sub_norm": "attn_sub_norm", "mlp.sub_norm": "ffn_sub_norm",
@@ -79,20 +78,31 @@ def numbers_in_words(numbers: Sequence[int], total: int) -> str:
     return ", ".join(map(str, n)) if len(n) <= 8 else f"{', '.join(map(str, n[:6]))}, ... ({len(n)} of {total})"
 
 
-def axis_words(shape: tuple[int, ...], by_head: bool) -> tuple[str, ...]:
-    """What the axes of a tensor count: (N, C), (N, heads, d), or by_head (heads, N, keys)."""
+def axis_words(shape: tuple[int, ...], by_head: bool, tokens: int) -> tuple[str, ...]:
+    """What the axes of a tensor count: (N, C), (N, heads, d), by_head (heads, N, keys), of a norm over heads (N H, C)."""
     if by_head:
         return "head", "token", "key"
+    if shape[0] > tokens:
+        return "row", "column"
     words = {3: ("token", "head", "number"), 4: ("token", "head", "row", "column")}  # 4: a DeltaNet's memory
     return words.get(len(shape), ("token", "column")[: len(shape)])
 
 
 def place_in_words(
-    name: str, shape: tuple[int, ...], by_head: bool, cfg: ModelConfig, axis: int, indices: Sequence[int]
+    name: str, shape: tuple[int, ...], by_head: bool, setting: Setting, axis: int, indices: Sequence[int]
 ) -> str:
     """Where a tensor is wrong: "heads 0 and 2", with what is right."""
-    what, total = axis_words(shape, by_head)[axis], shape[axis]
-    d = cfg.head_dim
+    d, tokens = setting.config.head_dim, len(setting.tokens)
+    what, total = axis_words(shape, by_head, tokens)[axis], shape[axis]
+    if what == "row" and axis == 0:
+        each = total // tokens
+        for part, numbers, count in (
+            ("head", {i % each for i in indices}, each),
+            ("token", {i // each for i in indices}, tokens),
+        ):
+            if len(numbers) * (total // count) == len(indices):
+                what, indices, total = part, sorted(numbers), count
+                break
     of_heads = ".attn." in name and not name.endswith(("o_proj.hook_out", "hook_conv"))
     if what == "column" and of_heads and total % d == 0 and total > d:
         heads = sorted({i // d for i in indices})
