@@ -60,13 +60,6 @@ _CONSTANTS: dict[float, str] = {
 }
 
 
-def _recognised(rules: Rules) -> str:
-    for value, text in _CONSTANTS.items():
-        if abs(rules.constant / value - 1) < 1e-3:
-            return f": {text}"
-    return ""
-
-
 def judge(target: str, versions: str, calls: Sequence[Call], answers: Answers) -> LinearVerdict:
     """The verdict on what the layer gave for `all_calls`."""
     by_name = {call.name: call for call in calls}
@@ -270,7 +263,8 @@ class _Judge:
             own = rules.out == "mean|W|" and rules.w_round.startswith("sign")
             wrong += [] if own else [f"the sums are multiplied by {rules.out}, where they are by the weights' scale"]
         if rules.constant != 1.0:
-            wrong.append(f"the output is {rules.constant:.6g} times the right one{_recognised(rules)}")
+            known = (f": {words}" for value, words in _CONSTANTS.items() if abs(rules.constant / value - 1) < 1e-3)
+            wrong.append(f"the output is {rules.constant:.6g} times the right one{next(known, '')}")
         text = "; ".join(wrong) or "the sums times weight scale / activation scale"
         return compared(line, WRONG if wrong else RIGHT_STATUS, text, "y", expected, y)
 
@@ -347,23 +341,17 @@ class _Judge:
         """The output after the weights were stored, once and twice."""
         if train is None or self.random:
             return []
-        worst: LineVerdict | None = None
-        names = []
-        for way in self.answers.by_call.get("storage", {}):
-            y = self.answers.by_call["storage"][way]
-            if y.dtype.kind == "U":
-                if way == "failed" or "eval()" not in way:
-                    continue  # a method that needs more than the layer
-                worst = LineVerdict("stored weights", WRONG, f"{way} fails: {y}"[:200])
-                continue
-            names.append(way)
-            for count, each in enumerate(y.astype(np.float64), start=1):
-                line = equal_outputs("stored weights", f"{way}, {('once', 'twice')[count - 1]}", train, each, False)
-                if line.status == WRONG and (worst is None or worst.status != WRONG):
-                    worst = line
-        if worst is not None:
-            return [worst]
-        return [LineVerdict("stored weights", RIGHT_STATUS, f"{', '.join(names)} change nothing")] if names else []
+        line, wrong, names = "stored weights", list[LineVerdict](), []
+        for way, y in self.answers.by_call.get("storage", {}).items():
+            if y.dtype.kind != "U":
+                names.append(way)
+                for count, each in zip(("once", "twice"), y.astype(np.float64), strict=True):
+                    wrong.append(equal_outputs(line, f"{way}, {count}", train, each, False))
+            elif "eval()" in way:  # another method may need more than the layer
+                wrong.append(LineVerdict(line, WRONG, f"{way} fails: {y}"[:200]))
+        if wrong := [each for each in wrong if each.status == WRONG]:
+            return wrong[:1]
+        return [LineVerdict(line, RIGHT_STATUS, f"{', '.join(names)} change nothing")] if names else []
 
     def _narrow(self, train: Array | None) -> list[LineVerdict]:
         """What 16 bits cost: no verdict but NaN and failure."""
