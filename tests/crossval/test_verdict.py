@@ -280,17 +280,17 @@ def test_numbers_in_equal_steps():
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (range(1, 16, 4), "in head 1 only; heads 0, 2, 3 are right"),
-        (range(4, 12), "in tokens 1 to 2 (2 of 4) only; tokens 0, 3 are right"),
-        ([3, 6], "in rows 3, 6 only; the others are right"),
+    ("name", "shape", "axis", "indices", "words"),
+    [  # a norm over 4 heads, and 2 chosen experts of each token
+        ("attn.q_norm.hook_normalized", (16, 8), 0, range(1, 16, 4), "in head 1 only; heads 0, 2, 3 are right"),
+        ("attn.q_norm.hook_normalized", (16, 8), 0, range(4, 8), "in token 1 only; tokens 0, 2, 3 are right"),
+        ("attn.q_norm.hook_normalized", (16, 8), 0, [3, 6], "in rows 3, 6 only; the others are right"),
+        ("mlp.hook_pre", (4, 2, 3), 1, [1], "in chosen expert 1 only; chosen expert 0 is right"),
     ],
 )
-def test_rows_of_a_norm_over_heads_are_heads_and_tokens(rows, words):
+def test_a_place_is_named_by_what_it_counts(name, shape, axis, indices, words):
     setting = Setting.of(model(CASE), [1, 2, 3, 4])
-    name = "blocks.0.attn.q_norm.hook_normalized"
-    assert wording.place_in_words(name, (16, 8), False, setting, 0, rows) == words
+    assert wording.place_in_words(f"blocks.0.{name}", shape, False, setting, axis, indices) == words
 
 
 def test_a_value_is_worked_through(tmp_path, seen):

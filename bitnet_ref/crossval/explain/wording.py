@@ -108,8 +108,9 @@ def place_in_words(
         heads = sorted({i // d for i in indices})
         if len(heads) * d == len(indices):
             what, indices, total = "head", heads, total // d
+    owner = "chosen expert" if ".mlp." in name else "head"
+    what, of_each = owner if what == "head" else what, f" of each {owner}" if what == "number" else ""
     rest = [i for i in range(total) if i not in set(indices)]
-    of_each = " of each head" if what == "number" else ""
     named = f"{what}{'s' * (len(rest) > 1)}{of_each} {numbers_in_words(rest, total)}"
     others = "the others" if "..." in named else named
     wrong = f"in {what}{'s' * (len(indices) > 1)}{of_each} {numbers_in_words(indices, total)} only"
