@@ -425,12 +425,8 @@ class Site:
             if len(unit) > 2:
                 distance -= ALL_AT_ONCE
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            own += [
-                *step_edits.descriptions(step),
-                *delta_steps.descriptions(step),
-                *expert_steps.descriptions(step),
-                *roundings.descriptions(step),
-            ]
+            for module in (step_edits, delta_steps, expert_steps, roundings):
+                own += module.descriptions(step)
             own += [*step_edits.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:

@@ -216,34 +216,30 @@ def _thresholds(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: R
 
 # -- the bias ----------------------------------------------------------------------------------------------------------
 
-Factor = Callable[[Array, Array], Array]
-BIASES: dict[str, Factor] = {  # (the activations' scale (B, T, 1), the weights' scale) -> what multiplies the bias
+Factor = Callable[[Array, Array], Array]  # (activations' scale (B, T, 1), weights' scale) -> what multiplies the bias
+BIASES: dict[str, Factor] = {
     "added as it is": lambda a, s: np.ones_like(a),
     "left out": lambda a, s: 0 * a,
+    "subtracted": lambda a, s: -np.ones_like(a),
+    "added twice": lambda a, s: 2 * np.ones_like(a),
+}
+SCALED_BIASES: dict[str, Factor] = {
     "added before the rescaling: it comes out times both scales": lambda a, s: s / a,
     "times the weights' scale": lambda a, s: s + 0 * a,
     "divided by the weights' scale": lambda a, s: 1 / s + 0 * a,
     "divided by the activations' scale": lambda a, s: 1 / a,
     "times the activations' scale": lambda a, s: a + 0 * s,
     "divided by both scales": lambda a, s: 1 / (a * s),
-    "subtracted": lambda a, s: -np.ones_like(a),
-    "added twice": lambda a, s: 2 * np.ones_like(a),
 }
 
 
-WITHOUT_SCALES = ("added as it is", "left out", "subtracted", "added twice")
-
-
 def fit_bias(added: Array, bias: Array, a: Array | None, s: Array) -> str | None:
-    """The name in BIASES of what was added (B, T, N) to the outputs. a, s: the scales, (B, T, 1) and (1, 1)"""
-    has_scales = a is not None and s.shape == (1, 1)
-    a = np.ones((*added.shape[:2], 1)) if a is None else a
+    """The name of what was added (B, T, N) to the outputs. a, s: the scales, (B, T, 1) and (1, 1)"""
+    biases = BIASES if a is None or s.shape != (1, 1) else BIASES | SCALED_BIASES
+    a = np.ones((*added.shape[:2], 1)) if a is None else a.astype(np.float64)
     scale = np.abs(added).max() + np.abs(bias).max() * 1e-3
-    for name, factor in BIASES.items():
-        if not has_scales and name not in WITHOUT_SCALES:
-            continue
-        of_scales = factor(a.astype(np.float64), s.astype(np.float64) if has_scales else np.ones((1, 1)))
-        expected = bias.astype(np.float64) * of_scales
+    for name, factor in biases.items():
+        expected = bias.astype(np.float64) * factor(a, s.astype(np.float64))
         if np.abs(added - expected).max() <= 2e-3 * scale:
             return name
     return None
