@@ -32,12 +32,11 @@ from ...families.qwen3_5 import (
     softplus,
     taps,
 )
-from ...reference.layers import ACTIVATIONS, silu
+from ...reference.layers import ACTIVATIONS, Floats, silu
 from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide, with_other
 from .number_formats import ROUNDED, Format, blocks_of, to_integers
 from .variants import Step
 
-Floats = NDArray[np.floating]
 # fmt: off
 GATES = {each.words: each.function for each in ACTIVATIONS.values()} | OTHER_ACTIVATIONS | {"2 sigmoid": lambda x: 2 * sigmoid(x)}
 
