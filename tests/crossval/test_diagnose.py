@@ -15,6 +15,7 @@ from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.describe import Evidence
 from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES, forward_hypotheses
+from bitnet_ref.crossval.explain.hypotheses.calls import first_wrong_token
 from bitnet_ref.crossval.explain.variants import IMPOSSIBLE, Setting
 from bitnet_ref.crossval.trace import Trace, write_trace
 from bitnet_ref.families.family import after
@@ -200,6 +201,14 @@ def test_an_unknown_mistake_is_not_explained_away(load):
     assert found[0].to_dict()["confirmed"] is False
 
 
+def test_tensors_of_zeros_are_not_wrong(load):
+    setting = Setting.of(load(), TOKENS).with_edits({"blocks.0.attn.hook_z": after(np.zeros_like)})
+    candidate = setting.run()
+    assert first_wrong_token(setting, candidate) is None
+    candidate["blocks.0.attn.hook_z"][3, 0, 0] = 1e-9
+    assert first_wrong_token(setting, candidate) == 3
+
+
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +229,10 @@ def test_prompts():
         assert found[0].remedy in str(found[0])
     assert diagnose_prompt(m, ids, ids, text) == []
     assert not confirmed(diagnose_prompt(m, ids, [5, 6, 7], text))
+
+
+def test_a_prompt_of_no_tokens():
+    assert not confirmed(diagnose_prompt(model("storyteller"), [], [5]))
 
 
 def test_a_prompt_of_the_older_template():

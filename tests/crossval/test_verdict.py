@@ -27,6 +27,7 @@ from bitnet_ref.cli.shell import make_table, style_text
 from bitnet_ref.crossval import Crossing, cross_trace
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain import wording
+from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.names import LOGITS, nearest_name, op_order
 from bitnet_ref.crossval.opponents import explain_trace
 from bitnet_ref.crossval.token_ids import used_ids
@@ -272,6 +273,24 @@ def test_progress_is_told(unexplained):
 def test_the_reference_has_the_lines_to_compare_with():
     for function, line in wording._functions().values():
         assert line in inspect.getsource(function), (function, line)
+
+
+def test_numbers_in_equal_steps():
+    assert wording.numbers_in_words([0, 2, 4, 6], 8) == "0, 2, ... 6 (one in every 2, of 8)"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axis", "indices", "words"),
+    [  # a norm over 4 heads, and 2 chosen experts of each token
+        ("attn.q_norm.hook_normalized", (16, 8), 0, range(1, 16, 4), "in head 1 only; heads 0, 2, 3 are right"),
+        ("attn.q_norm.hook_normalized", (16, 8), 0, range(4, 8), "in token 1 only; tokens 0, 2, 3 are right"),
+        ("attn.q_norm.hook_normalized", (16, 8), 0, [3, 6], "in rows 3, 6 only; the others are right"),
+        ("mlp.hook_pre", (4, 2, 3), 1, [1], "in chosen expert 1 only; chosen expert 0 is right"),
+    ],
+)
+def test_a_place_is_named_by_what_it_counts(name, shape, axis, indices, words):
+    setting = Setting.of(model(CASE), [1, 2, 3, 4])
+    assert wording.place_in_words(f"blocks.0.{name}", shape, False, setting, axis, indices) == words
 
 
 def test_a_value_is_worked_through(tmp_path, seen):

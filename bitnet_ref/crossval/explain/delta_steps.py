@@ -32,12 +32,11 @@ from ...families.qwen3_5 import (
     softplus,
     taps,
 )
-from ...reference.layers import ACTIVATIONS, silu
+from ...reference.layers import ACTIVATIONS, Floats, silu
 from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide, with_other
-from .number_formats import ROUNDED, Format, in_blocks, to_integers
+from .number_formats import ROUNDED, Format, blocks_of, to_integers
 from .variants import Step
 
-Floats = NDArray[np.floating]
 # fmt: off
 GATES = {each.words: each.function for each in ACTIVATIONS.values()} | OTHER_ACTIVATIONS | {"2 sigmoid": lambda x: 2 * sigmoid(x)}
 
@@ -57,9 +56,9 @@ def families(step: Step) -> Iterator[Family]:
     parts = {"hook_state": "kv", "hook_delta_out": "q"}.get(kind, "") if shape is not None else ""
     if parts == "kv":
         for words, right, change in _ALPHAS_BY:
-            yield Family(1.2, words, partial(_with_log_alpha, change), right, True, (0.1, 0.5, 0.9))
+            yield Family(1.2, words, partial(_part_by, "log_alpha", change), right, True, (0.1, 0.5, 0.9))
     for part in parts:
-        yield Family(1.1, f"DeltaNet's {part} is multiplied by {{c}}", partial(_scaled, part), 1, False, (0.1, 8))
+        yield Family(1.1, f"DeltaNet's {part} is multiplied by {{c}}", partial(_part_by, part, np.multiply), 1, False, (0.1, 8))
     for words, length, right, log, starts in _LENGTHS_BY if parts else ():
         yield Family(1.2, words, partial(_by_constant, length), right, log, starts)
 
@@ -71,12 +70,8 @@ _ALPHAS_BY: tuple[tuple[str, float, Callable[[float, Floats], Floats]], ...] = (
 )
 
 
-def _with_log_alpha(change: Callable[[float, Floats], Floats], c: float) -> Edit:
-    return by_inputs(lambda x, long, shape: x._replace(log_alpha=change(c, x.log_alpha)))
-
-
-def _scaled(part: str, c: float) -> Edit:
-    return by_inputs(lambda x, long, shape: x._replace(**{part: getattr(x, part) * c}))
+def _part_by(part: str, change: Callable[[float, Floats], Floats], c: float) -> Edit:
+    return _part(part, partial(change, c))
 
 
 # Lengths by which q and k are divided: (text, the length from the sum of squares and a constant, right, log and starts of Family)
@@ -232,7 +227,7 @@ CHUNKS = {
 }
 MEMORY_FORMATS: list[Format] = [
     *ROUNDED, *((f"quantised to int8, a scale for each {words}", partial(to_integers, top=127, axis=axis)) for words, axis in (("row of a head", -1), ("column of a head", -2), ("head", (1, 2)))),
-    ("quantised to int8, one scale", partial(to_integers, top=127, axis=None)), *((f"quantised to int8 in blocks of {size}", partial(in_blocks, size=size, rule=partial(to_integers, top=127))) for size in (16, 32, 64)),
+    ("quantised to int8, one scale", partial(to_integers, top=127, axis=None)), *blocks_of((16, 32, 64)),
 ]
 
 
@@ -308,13 +303,18 @@ def _kept(step: Step) -> Iterator[Description]:
 # -- convolution, decay, beta, gates -----------------------------------------------------------------------------------
 
 
+def _other_activations(owner: str, right: str, functions: dict[str, Callable[..., Any]], formula: Callable[..., Floats]) -> Iterator[Description]:
+    """formula(function, *inputs) with the functions that are not the right one."""
+    for words, function in functions.items():
+        if words != right:
+            yield Description(1.1, f"{owner}'s activation is {words} where {right} belongs", instead(partial(formula, function)))
+
+
 def _convolutions(step: Step) -> Iterator[Description]:
     yield from _kept(step)
     w = step.inputs[1]
     n, sizes, starts = w.conv.shape[1], w.delta.sizes, np.cumsum((0, *w.delta.sizes))
-    for words, function in GATES.items():
-        if words != "silu":
-            yield Description(1.1, f"the convolution's activation is {words} where silu belongs", instead(lambda qkv, w, f=function: f(taps(qkv, w.conv))))
+    yield from _other_activations("the convolution", "silu", GATES, lambda f, qkv, w: f(taps(qkv, w.conv)))
     yield Description(1.1, "the convolution's silu is taken twice", instead(lambda qkv, w: silu(silu(taps(qkv, w.conv)))))
     for ahead in range(1, n):
         yield Description(1.1, f"the convolution sees {ahead} token{'s' * (ahead > 1)} after the current one", instead(lambda qkv, w, ahead=ahead: silu(taps(np.concatenate([qkv, 0 * qkv[:ahead]]), w.conv)[ahead:])))
@@ -373,9 +373,7 @@ def _decays(step: Step) -> Iterator[Description]:
 
 
 def _strengths(step: Step) -> Iterator[Description]:
-    for words, function in {**GATES, "the sigmoid of a sigmoid": lambda b: sigmoid(sigmoid(b))}.items():
-        if words != "sigmoid":
-            yield Description(1.1, f"beta's activation is {words} where sigmoid belongs", instead(lambda b, w, f=function: f(wide(b))))
+    yield from _other_activations("beta", "sigmoid", {**GATES, "the sigmoid of a sigmoid": lambda b: sigmoid(sigmoid(b))}, lambda f, b, w: f(wide(b)))
 
 
 def _heads_at(places: NDArray[np.intp], x: Floats) -> Floats:
@@ -386,9 +384,7 @@ def _gates(step: Step) -> Iterator[Description]:
     cfg: Any = step.setting.config
     attends = cfg.attends(step.layer)
     right, heads = ("sigmoid", cfg.num_attention_heads) if attends else ("silu", cfg.delta.value_heads)
-    for words, function in GATES.items():
-        if words != right:
-            yield Description(1.1, f"the output gate's activation is {words} where {right} belongs", instead(lambda z, gate, f=function: wide(z).reshape(gate.shape) * f(wide(gate))))
+    yield from _other_activations("the output gate", right, GATES, lambda f, z, gate: wide(z).reshape(gate.shape) * f(wide(gate)))
     function = GATES[right]
     yield Description(1.1, "the output gate's activation is squared", instead(lambda z, gate: wide(z).reshape(gate.shape) * function(wide(gate)) ** 2))
     yield Description(1.2, "the output gate is added, and does not multiply", instead(lambda z, gate: z.reshape(gate.shape) + function(wide(gate))))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, islice
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from ..tolerances import EPSILON, RECORDED_ROUNDING, tolerance_of
 from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
-from .variants import IMPOSSIBLE, Setting, Step, both_edits, edit_copies
+from .variants import IMPOSSIBLE, Setting, Step, both_edits, edit_copies, is_same
 from .wording import axis_words, example, noun, place_in_words, remedy, role, scope_in_words
 
 
@@ -42,7 +43,7 @@ class Report(Protocol):
 
 
 # Of narrow floats, relative; of the engines that round the inputs of their products only, the step of that.
-SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "8-bit activations": 2.0**-7}
+SPACING = RECORDED_ROUNDING | {"8-bit activations": 2.0**-7}
 SPACING |= {f"{dtype} activations": SPACING[dtype] for dtype in ("bfloat16", "float16")}
 RELATED = (
     {"hook_rot_q", "hook_rot_k"},
@@ -93,14 +94,6 @@ ALL_AT_ONCE = 0.2  # how much less an edit of many steps of one kind costs: an e
 # many such are tried with every other one.
 MOST_OF_A_PAIR, NEARER, NEAREST = 1.4, 0.97, 6
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
-
-
-@dataclass
-class Match:
-    """That a computed tensor fits the engine's: at these indices of an axis, if the right tensor fits at the others;
-    everywhere if the region is None."""
-
-    region: tuple[int, tuple[int, ...]] | None = None
 
 
 class Target:
@@ -180,15 +173,18 @@ class Target:
             apart = np.abs(self.theirs - self.right)
         return float(np.where(np.isfinite(apart), apart, 0).max())
 
-    def match(self, mine: Array, rounds: bool = False) -> Match | None:
-        """None where the tensor explains nothing."""
+    def match(self, mine: Array, rounds: bool = False) -> tuple[()] | tuple[int, tuple[int, ...]] | None:
+        """Where a computed tensor fits the engine's: () everywhere; None if it explains nothing.
+
+        (an axis, its indices): there only, and at the others the right tensor fits.
+        """
         close = self.close(mine)
         if rounds and self.is_rounded(mine, close, self):
-            return Match()
+            return ()
         if self.fits_but_for_flips(close, mine.astype(np.float64)):
             changed = ~self.right_close & close
             few = self.exact and not close.all() and (~close).sum() > 0.1 * (~self.right_close).sum()
-            return Match() if changed.any() and not few else None
+            return () if changed.any() and not few else None
         wrong = ~self.right_close
         if not (wrong & close).any():
             return None
@@ -196,7 +192,7 @@ class Target:
             others = tuple(i for i in range(close.ndim) if i != axis)
             bad = wrong.any(axis=others)
             if not bad.all() and np.take(close, np.flatnonzero(bad), axis=axis).all():
-                return Match((axis, tuple(np.flatnonzero(bad).tolist())))
+                return axis, tuple(np.flatnonzero(bad).tolist())
         return None
 
 
@@ -378,21 +374,13 @@ class Evidence:
         return result.reshape(shape)[-len(theirs) :] if theirs.shape != shape else result
 
 
-@dataclass
-class Explanation:
-    """A description with its constant, applied in the steps `names`.
+@dataclass(frozen=True)
+class Explanation(Description):
+    """A description with its constant, applied in the steps `names`.   result: the tensor with it."""
 
-    known: the mistake that the description is an edit of.   rounds: see `Description`.   result: the tensor with it.
-    """
-
-    cost: float
-    text: str
-    edit: Edit
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     place: str = ""
     error: float = 0.0
-    known: Hypothesis | None = None
-    rounds: bool = False
     result: Array | None = None
 
     def says_the_same(self, other: Explanation) -> bool:
@@ -403,7 +391,7 @@ class Explanation:
         return bool(np.isclose(self.result, other.result, rtol=1e-5, atol=1e-6 * size).mean() > 0.99)
 
 
-Trial = tuple[float, int, tuple[str, ...], Description | Family]  # cost, number, steps
+Trial = tuple[float, tuple[str, ...], Description | Family]  # cost, steps
 
 
 class Site:
@@ -437,12 +425,8 @@ class Site:
             if len(unit) > 2:
                 distance -= ALL_AT_ONCE
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            own += [
-                *step_edits.descriptions(step),
-                *delta_steps.descriptions(step),
-                *expert_steps.descriptions(step),
-                *roundings.descriptions(step),
-            ]
+            for module in (step_edits, delta_steps, expert_steps, roundings):
+                own += module.descriptions(step)
             own += [*step_edits.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
@@ -451,13 +435,13 @@ class Site:
                 if changes_input and len(self.stretch) > 1 and not of_products and self._made_in_stretch(step, d.text):
                     continue  # the same change of the step that computes this input is tried
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
-                trials.append((d.cost + distance + slow, len(trials), unit, d))
+                trials.append((d.cost + distance + slow, unit, d))
         for each, names in self.known:
             parts = [tuple(n for n in names if re.search(group, n)) for group in GROUPS]
             for part in dict.fromkeys(parts):
                 if len({name.rpartition(".")[2] for name in part}) > 1:  # no unit has steps of several kinds
-                    trials.append((NAMED, len(trials), part, _named(each)))
-        return sorted(trials, key=lambda trial: trial[:2])
+                    trials.append((NAMED, part, _named(each)))
+        return sorted(trials, key=lambda trial: trial[0])
 
     def explanations(self) -> list[Explanation]:
         """What explains the whole tensor, the simplest first; empty if nothing does."""
@@ -470,8 +454,8 @@ class Site:
                 break
             chunk = trials[start : start + size]
             edits = [d.edit if isinstance(d, Description) else d.nudged for *_, d in chunk]
-            changed = [dict.fromkeys(unit, edit) for (_, _, unit, _), edit in zip(chunk, edits, strict=True)]
-            for (cost, _, unit, d), mine in zip(chunk, self.evidence.compute_all(self.name, changed), strict=True):
+            changed = [dict.fromkeys(unit, edit) for (_, unit, _), edit in zip(chunk, edits, strict=True)]
+            for (cost, unit, d), mine in zip(chunk, self.evidence.compute_all(self.name, changed), strict=True):
                 self.report(say(d.text, self.evidence.steps[unit[0]]))
                 if mine is None:
                     continue
@@ -483,9 +467,8 @@ class Site:
                     tried = promises or (d.starts and (d.cost < 1.15 or unmoved))
                     result = self.solve(unit, d, cost, promises) if tried else None
                 else:
-                    result = self.attempt(unit, d.edit, d.text, cost, mine, d.rounds)
+                    result = self.attempt(unit, replace(d, cost=cost), mine)
                 if result is not None:
-                    result.known = d.known if isinstance(d, Description) else None
                     good.append(result)
         closest = min((e.error for e in good), default=0.0)
         near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
@@ -500,7 +483,7 @@ class Site:
         if not self.target.alone:
             return []
         step, near, good = self.evidence.steps[self.name], list[tuple[float, Description]](), list[Explanation]()
-        own = [d for cost, _, unit, d in self._trials() if isinstance(d, Description) and unit == (self.name,)]
+        own = [d for _, unit, d in self._trials() if isinstance(d, Description) and unit == (self.name,)]
         own = [d for d in own if d.cost <= MOST_OF_A_PAIR]
         self.report.add(len(own))
         for d in own:
@@ -514,24 +497,21 @@ class Site:
         for error, first in firsts:
             for second in own:
                 self.report(f"{say(first.text, step)}; and {say(second.text, step)}")
-                edit, rounds = both_edits(first.edit, second.edit), first.rounds or second.rounds
+                text, edit = f"{first.text}; and {second.text}", both_edits(first.edit, second.edit)
+                both = Description(first.cost + second.cost, text, edit, rounds=first.rounds or second.rounds)
                 mine = self.compute((self.name,), edit)
-                match = None if mine is None else self.target.match(mine, rounds)
-                if mine is None or match is None or match.region is not None:
+                if mine is None or self.target.match(mine, both.rounds) != ():
                     continue
                 left = self.target.distance(mine)
-                if left >= ROUNDING_LEFT / 3 * min(error, self.target.error) or self._makes_less(first, second, left):
-                    continue
-                text = f"{first.text}; and {second.text}"
-                cost = first.cost + second.cost
-                good.append(Explanation(cost, text, edit, (self.name,), error=left, rounds=rounds, result=mine))
+                if left < ROUNDING_LEFT / 3 * min(error, self.target.error) and not self._makes_less(second, left):
+                    good.append(Explanation(**vars(both), names=(self.name,), error=left, result=mine))
             if good:
                 break
         return sorted(good, key=lambda e: e.cost)
 
-    def _makes_less(self, first: Description, second: Description, left: float) -> bool:
-        """Whether the second edit alone leaves as little."""
-        alone = self.compute((self.name,), second.edit)
+    def _makes_less(self, edit: Description, left: float) -> bool:
+        """Whether one of two edits alone leaves as little."""
+        alone = self.compute((self.name,), edit.edit)
         return alone is not None and left >= ROUNDING_LEFT / 3 * self.target.distance(alone)
 
     def _direction(self, nudged: Array) -> float | None:
@@ -589,33 +569,26 @@ class Site:
     def compute(self, unit: Iterable[str], edit: Edit) -> Array | None:
         return self.evidence.compute(self.name, dict.fromkeys(unit, edit))
 
-    def attempt(
-        self,
-        unit: tuple[str, ...],
-        edit: Edit,
-        text: str,
-        cost: float,
-        mine: Array | None = None,
-        rounds: bool = False,
-    ) -> Explanation | None:
-        mine = self.compute(unit, edit) if mine is None else mine
-        match = None if mine is None else self.target.match(mine, rounds)
+    def attempt(self, unit: tuple[str, ...], d: Description, mine: Array | None = None) -> Explanation | None:
+        mine = self.compute(unit, d.edit) if mine is None else mine
+        match = None if mine is None else self.target.match(mine, d.rounds)
         if match is None or mine is None:
             return None
-        if match.region is None:
+        if not match:
             error = self.target.distance(mine)
-            if not self.target.alone and error > (ROUNDING_LEFT if rounds else 0.05) * self.target.error:
+            if not self.target.alone and error > (ROUNDING_LEFT if d.rounds else 0.05) * self.target.error:
                 return None  # among so many descriptions one is near by chance
-            return Explanation(cost, text, edit, unit, error=error, rounds=rounds, result=mine)
-        axis, indices = match.region
+            return Explanation(**vars(d), names=unit, error=error, result=mine)
+        axis, indices = match
         of_step = axis if self.target.alone else int(is_by_head(unit[0]))
-        part = regional(edit, of_step, indices)
+        part = regional(d.edit, of_step, indices)
         again = self.compute(unit, part)
-        if again is None or (match := self.target.match(again)) is None or match.region is not None:
+        if again is None or self.target.match(again) != ():
             return None
         shape, by_head = self.target.theirs.shape, self.target.by_head
-        place = place_in_words(unit[0], shape, by_head, self.evidence.setting.config, axis, indices)
-        return Explanation(cost + 0.1, text, part, unit, place, error=self.target.distance(again))
+        place = place_in_words(unit[0], shape, by_head, self.evidence.setting, axis, indices)
+        cost, error = d.cost + 0.1, self.target.distance(again)
+        return Explanation(cost, d.text, part, d.known, names=unit, place=place, error=error)
 
     def solve(self, unit: tuple[str, ...], family: Family, cost: float, promises: bool) -> Explanation | None:
         """The constant with which the family gives the tensor, if there is one: Gauss-Newton, then a name for it."""
@@ -668,10 +641,11 @@ class Site:
         near = 1e-5 if target.alone and not target.exact else 0.02
         step = self.evidence.steps[unit[0]]
         for words, constant in islice(names_of(best, step, near), 12):
-            result = self.attempt(unit, _by_constants(family, constant), family.text.replace("{c}", words), cost)
-            if result is not None:
+            named = Description(cost, family.text.replace("{c}", words), _by_constants(family, constant))
+            if (result := self.attempt(unit, named)) is not None:
                 return result
-        return self.attempt(unit, family.edit(best), family.text.replace("{c}", f"{best:.8g}"), cost + 0.3)
+        text = family.text.replace("{c}", f"{best:.8g}")
+        return self.attempt(unit, Description(cost + 0.3, text, family.edit(best)))
 
     def _refine(self, unit: tuple[str, ...], family: Family, best: float, error: float) -> float:
         """The constant of least error near `best`: int8 inside a site makes slopes too rough for Gauss-Newton."""
@@ -758,7 +732,7 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
 def _other_orders(step: Step, target: Target) -> Iterator[Description]:
     """The right tensor with its tokens, heads, columns or keys in an order that the engine's tensor shows."""
     allowed = np.broadcast_to(target.allowed, target.theirs.shape) * (not target.exact)
-    for axis, word in enumerate(axis_words(target.right.shape, target.by_head)):
+    for axis, word in enumerate(axis_words(target.right.shape, target.by_head, len(step.setting.tokens))):
         theirs, right, room, close = (
             np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
             for x in (np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close)
@@ -835,7 +809,7 @@ def _cut_rows(step: Step, target: Target) -> Iterator[Description]:
             for k in np.flatnonzero((np.abs(scales - target.theirs) <= target.allowed).all(axis=0))[:3].tolist():
                 part = slice(0, k + 1) if end == "first" else slice(n - k - 1, n)
                 text = f"the activation scale takes the largest of the {end} {k + 1} of {n} columns only"
-                yield Description(1.2, text, before(0, partial(_columns, part=part)))
+                yield Description(1.2, text, before(0, itemgetter((slice(None), part))))
         return
     sums, count, eps = np.cumsum(np.square(x), axis=1), np.arange(1, n + 1), float(step.inputs[1])
     for words, mean in (("", sums / count), (", divided by all", sums / n)):
@@ -843,10 +817,6 @@ def _cut_rows(step: Step, target: Target) -> Iterator[Description]:
         for k in np.flatnonzero(fitting)[:3].tolist():
             text = f"the mean of squares runs over the first {k + 1} of {n} columns only{words}"
             yield Description(1.2, text, instead(partial(_length_of, columns=k + 1, divisor=n if words else k + 1)))
-
-
-def _columns(x: Array, part: slice) -> Array:
-    return x[:, part]
 
 
 def _length_of(x: Array, eps: float, columns: int, divisor: int) -> Array:
@@ -970,7 +940,7 @@ def find(
         if finding is None or name in finding.left:
             continue
         cause = explanation.known.cause if explanation.known else explanation.text
-        finding.made = Description(explanation.cost, cause, explanation.edit, explanation.known, explanation.rounds)
+        finding.made = replace(explanation, text=cause)
         finding.tensor = name
         finding.moved = bool(finding.left) and order.index(finding.left[0]) > order.index(name)
         findings.append(finding)
@@ -1011,9 +981,8 @@ def _spread_out(evidence: Evidence, explanation: Explanation, shown: str) -> Fin
     scope = scope_in_words(edits, evidence.steps)
     place = f" ({explanation.place})" if explanation.place else ""
     cause = f"{scope}: {say(explanation.text, first, len(set(map(role, edits))) > 1)}{place}"
-    if known is None:
-        return Finding("described", cause, remedy(first), shown, edits, left, rounds=explanation.rounds)
-    return Finding(known.name, cause, f"{known.remedy} {remedy(first)}", shown, edits, left, rounds=explanation.rounds)
+    name, advice = ("described", "") if known is None else (known.name, f"{known.remedy} ")
+    return Finding(name, cause, advice + remedy(first), shown, edits, left, rounds=explanation.rounds)
 
 
 def tensors_left(setting: Setting, view: View, without: Evidence | None = None) -> list[str] | None:
@@ -1085,8 +1054,7 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
             if unit and all(n in evidence.steps for n in unit):
                 wider = {n: e for n, e in edits.items() if n in stretch} | dict.fromkeys(unit, explanation.edit)
                 mine = evidence.compute(name, wider)
-                match = None if mine is None else evidence.targets[name].match(mine, explanation.rounds)
-                if match is not None and match.region is None:
+                if mine is not None and evidence.targets[name].match(mine, explanation.rounds) == ():
                     edits.update(dict.fromkeys(unit, explanation.edit))
                     break
     return edits
@@ -1095,9 +1063,4 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
 def differing_tensors(one: Setting, other: Setting) -> list[str]:
     """The tensors in which two explanations differ by more than rounding, in order. Empty if they are one."""
     first, second = one.run(), other.run()
-    return [name for name, x in first.items() if name in second and _differ(np.nan_to_num(x), second[name])]
-
-
-def _differ(x: Array, y: Array) -> bool:
-    size = float(np.abs(np.where(np.abs(x) < 1e30, x, 0)).max())
-    return not np.allclose(x, np.nan_to_num(y), rtol=1e-4, atol=1e-5 * size)
+    return [name for name, x in first.items() if name in second and not is_same(second[name], x)]

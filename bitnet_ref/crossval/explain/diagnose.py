@@ -333,19 +333,17 @@ class _Search:
                 self.diagnoses[:] = [d for d in self.diagnoses if d.cause != finding.cause]
             changed = self.setting.with_edits(finding.edits)
             self.changes[finding.cause] = partial(Setting.with_edits, edits=finding.edits)
-            tensors = changed.run(self.candidate.__contains__)
-            agrees = compare(tensors, self.candidate, changed.config, changed.tokens).agrees
-            first = None if agrees or not finding.left else finding.left[0]
-            error = self._logit_error(tensors)
+            comparison, error = self._compare_whole(changed)
+            first = None if comparison.agrees or not finding.left else finding.left[0]
             if finding.made is not None:
                 self.edits[finding.cause] = finding.made
-            diagnosis = self._judge(finding, first is None, True, first, error, finding.example)
+            diagnosis = self._judge(finding, first is None, first, error)
             if finding.rounds and first is None and not diagnosis.confirmed:
                 # the values that seemed to be rounded the other way are those of another mistake
                 finding.left = tensors_left(changed, self.candidate) or []
                 finding.moved = bool(finding.left) and finding.tensor not in finding.left
                 first = next(iter(finding.left), None)
-                diagnosis = self._judge(finding, False, True, first, error, finding.example)
+                diagnosis = self._judge(finding, False, first, error)
             self.diagnoses.append(diagnosis)
 
     def _tell_apart(self) -> None:
@@ -375,18 +373,17 @@ class _Search:
         self,
         made: Hypothesis | Finding,
         confirmed: bool,
-        expected: bool,
         first: str | None,
         error: float | None,
-        example: str = "",
+        expected: bool = True,
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
-        share = EXPLAINED_SHARE
+        share, moved, example = EXPLAINED_SHARE, False, ""
         if isinstance(made, Finding):
             share = FLIPPED_SHARE if made.shows_flips else ROUNDED_SHARE if made.rounds else share
+            moved, example = made.moved, made.example
         end, confirmed = len(self.order), confirmed and self._explains_logits(error, share)
-        moved = not confirmed and first is not None and self._place(first, end) > self.reached
-        moved = moved or (isinstance(made, Finding) and made.moved and not confirmed)
+        moved = not confirmed and (moved or (first is not None and self._place(first, end) > self.reached))
         worse = error is not None and self.error_before is not None and error > self.error_before
         test = Diagnosis(made.name, made.cause, made.remedy, confirmed, moved and not worse, expected, first)
         diagnosis = replace(test, logit_error_before=self.error_before, logit_error=error, example=example)
@@ -405,10 +402,13 @@ class _Search:
         self.changes[hypothesis.cause] = hypothesis.change
         comparison, error = self._compare_beginning(changed), None
         if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
-            tensors = changed.run(self.candidate.__contains__)
-            comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
-            error = self._logit_error(tensors)
-        return self._judge(hypothesis, bool(comparison.agrees), expected, _first_name(comparison), error)
+            comparison, error = self._compare_whole(changed)
+        return self._judge(hypothesis, comparison.agrees, _first_name(comparison), error, expected)
+
+    def _compare_whole(self, changed: Setting) -> tuple[Comparison, float | None]:
+        """The comparison of the whole run, and the logits' error."""
+        tensors = changed.run(self.candidate.__contains__)
+        return compare(tensors, self.candidate, changed.config, changed.tokens), self._logit_error(tensors)
 
     def _compare_beginning(self, changed: Setting) -> Comparison | None:
         """The comparison up to the first op that differs without the change. It costs little.

@@ -158,50 +158,28 @@ def scale_inputs(first: int, stop: int | None, factor: int, others: int = 1) -> 
 # -- what can be done with any tensor ----------------------------------------------------------------------------------
 
 
-Order = Callable[[int], NDArray[np.int64]]  # of n things
-
-
-def _transposed_order(a: int, n: int) -> NDArray[np.int64]:
-    if n % a:
-        raise ValueError(f"{n} are no whole rows of {a}")
-    return np.arange(n).reshape(a, -1).T.reshape(-1)
-
-
-def _reversed_runs(a: int, n: int) -> NDArray[np.int64]:
-    if n % a:
-        raise ValueError(f"{n} are no whole runs of {a}")
-    return np.arange(n).reshape(-1, a)[:, ::-1].reshape(-1)
-
-
-def _exchanged_runs(a: int, n: int) -> NDArray[np.int64]:
-    if n % (2 * a):
-        raise ValueError(f"{n} are no whole pairs of {a}")
-    return np.arange(n) ^ a
+Order = Callable[..., NDArray[np.int64]]  # (n) -> the places of n things
 
 
 @cache
 def orders(n: int) -> tuple[tuple[str, Order], ...]:
-    """Other orders of n things, in words, and as rules for any number of them."""
+    """Other orders of n things, in words, and as rules for any number of them, which raise for numbers that do not fit."""
     named: list[tuple[str, Order]] = [
         ("in reverse", lambda n: np.arange(n)[::-1]),
         ("one too far", lambda n: np.arange(n) - 1),
         ("one too early", lambda n: (np.arange(n) + 1) % n),
     ]
     if n % 2 == 0 and n > 2:
-        named.append(("with neighbours exchanged", partial(_exchanged_runs, 1)))
+        named.append(("with neighbours exchanged", lambda n: np.arange(n) ^ 1))
         named.append(("with its halves exchanged", lambda n: (np.arange(n) + n // 2) % n))
     for a in (2, 4, 8, 16):
         if n % (2 * a) == 0 and n > 2 * a:
-            named.append((f"with neighbouring {a}s exchanged", partial(_exchanged_runs, a)))
+            named.append((f"with neighbouring {a}s exchanged", lambda n, a=a: np.arange(n) ^ a))
     for a in [a for a in range(2, n // 2 + 1) if n % a == 0 and (a <= 8 or n // a <= 8 or a in (16, 32, 64, 128))]:
-        named.append((f"as a ({a}, {n // a}) array that was transposed", partial(_transposed_order, a)))
+        named.append((f"as a ({a}, {n // a}) array that was transposed", lambda n, a=a: np.arange(n).reshape(a, -1).T.reshape(-1)))
         if a in (2, 4, 8, 16, 32):
-            named.append((f"with each {a} in reverse", partial(_reversed_runs, a)))
+            named.append((f"with each {a} in reverse", lambda n, a=a: np.arange(n).reshape(-1, a)[:, ::-1].reshape(-1)))
     return tuple(named)
-
-
-def _reordered(x: Array, order: Order, axis: int) -> Array:
-    return x.take(order(x.shape[axis]), axis)
 
 
 def _shifted(x: Array, by: int, axis: int) -> Array:
@@ -231,7 +209,7 @@ def changes(x: Array, by_head: bool = False) -> Iterator[Row]:
 
     def reorder(cost: float, words: str, axis: int, count: int | None = None) -> Iterator[Row]:
         for order_words, order in orders(x.shape[axis])[:count]:
-            yield cost, f"{words} are {order_words}", partial(_reordered, order=order, axis=axis)
+            yield cost, f"{words} are {order_words}", lambda x, order=order: x.take(order(x.shape[axis]), axis)
 
     yield 1, "{x} is all zeros", np.zeros_like
     yield 1, "{x} has the other sign", np.negative
@@ -602,32 +580,17 @@ CODES = {
 TERNARY_MATRICES: list[Row] = [(1, f"the codes of {{w}} are {words}", lambda m, codes=codes: np.array(codes, dtype=np.float32)[m.astype(int) + 1]) for words, codes in CODES.items()]
 
 
-def _in_the_highest_bits(rows: slice, columns: slice) -> Change:
-    """A code of the two highest bits, 2 for +1, that is shifted down with its sign: -2, so -3."""
-
-    def change(m: Array) -> Array:
-        places = m[rows, columns]
-        m = m.copy()
-        m[rows, columns] = np.where(places > 0, -3, places)
-        return m
-
-    return change
+def _shifted_with_sign(are_highest: Callable[[Array], Array]) -> Change:
+    """Codes in the two highest bits of a byte, 2 for +1, that are shifted down with their sign: -2, so -3."""
+    return lambda m: np.where(are_highest(m) & (m > 0), np.float32(-3), m)
 
 
-def _last_quarter_of_rows(m: Array) -> Array:
-    return _in_the_highest_bits(slice(m.shape[0] // 4 * 3, None), slice(None))(m)
-
-
-def _first_32_of_128(m: Array) -> Array:
-    blocks = m.reshape(-1, 128)
-    return _in_the_highest_bits(slice(None), slice(0, 32))(blocks).reshape(m.shape)
-
-
-SHIFTED = "are shifted with their sign, so that +1 becomes -3"
 TERNARY_MATRICES += [
-    (1.2, f"the codes of {{w}} in the highest bits of a byte, of the last quarter of rows, {SHIFTED}", _last_quarter_of_rows),
-    (1.2, f"the codes of {{w}} in the highest bits of a byte, of each fourth weight, {SHIFTED}", _in_the_highest_bits(slice(None), slice(3, None, 4))),
-    (1.2, f"the codes of {{w}} in the highest bits of a byte, of the first 32 of 128 weights, {SHIFTED}", _first_32_of_128),
+    (1.2, f"the codes of {{w}} in the highest bits of a byte, of {words}, are shifted with their sign, so that +1 becomes -3", _shifted_with_sign(are_highest))
+    for words, are_highest in (
+        ("the last quarter of rows", lambda m: np.arange(len(m))[:, None] >= len(m) // 4 * 3), ("each fourth weight", lambda m: np.arange(m.shape[1]) % 4 == 3),
+        ("the first 32 of 128 weights", lambda m: (np.arange(m.size).reshape(-1, 128) % 128 < 32).reshape(m.shape)),
+    )
 ]
 
 

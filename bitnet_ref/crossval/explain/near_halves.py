@@ -108,7 +108,7 @@ class _FlipSearch:
             if len(run.flips) + len(added) > max(FEW_FLIPS, values // VALUES_PER_FLIP):
                 return None
             run = self.run(run, added)
-            followed = self.compare(run, self.candidate)
+            followed = self.compare(run.tensors, self.candidate)
         followed.missing = comparison.missing
         followed.flips[:0] = run.flips
         followed.n_flips += len(run.flips)
@@ -221,10 +221,8 @@ class _FlipSearch:
 
     def agrees(self, run: _Run, theirs: View, token: int) -> bool:
         """Whether all of a trial's tensors agree up to that token."""
-        only = View(theirs, set(run.tensors))
-        return self.compare(
-            _Run({name: first_rows(name, x, token + 1) for name, x in run.tensors.items()}), only
-        ).agrees
+        beginning = {name: first_rows(name, x, token + 1) for name, x in run.tensors.items()}
+        return self.compare(beginning, View(theirs, set(beginning))).agrees
 
     def error(self, run: _Run, theirs: View, name: str, token: int) -> float:
         """How wrong a tensor is at a token."""
@@ -235,9 +233,9 @@ class _FlipSearch:
             difference = mine.astype(np.float64).reshape(-1) - other.reshape(-1)
         return float(np.linalg.norm(difference[np.isfinite(difference)]))
 
-    def compare(self, run: _Run, candidate: View) -> Comparison:
-        count = next((len(x) for name, x in run.tensors.items() if not is_by_head(name)), 0)
-        return compare(run.tensors, candidate, self.setting.config, self.setting.tokens[:count])
+    def compare(self, tensors: Tensors, candidate: View) -> Comparison:
+        count = next((len(x) for name, x in tensors.items() if not is_by_head(name)), 0)
+        return compare(tensors, candidate, self.setting.config, self.setting.tokens[:count])
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -251,12 +249,7 @@ class _FlipSearch:
             start, run.cache = 0, EngineKVCache(config, slots=1, capacity=len(tokens))
         done = self._pass(run.flips, run.cache, start, len(tokens))
         for name, rows in done.seen.items():
-            if start == 0:
-                run.tensors[name] = rows
-            elif is_by_head(name):
-                run.tensors[name][:, start:] = rows
-            else:
-                run.tensors[name][start:] = rows
+            _rows_from(start, name, run.tensors.setdefault(name, rows))[...] = rows
         for layer, rows in done.streams.items():
             run.streams[layer] = np.concatenate([run.streams[layer][:start], rows]) if start else rows
         run.near = {token: there for token, there in run.near.items() if token < start} | done.near
@@ -279,10 +272,7 @@ class _FlipSearch:
         tensors = {}
         for name, rows in done.seen.items():
             tensors[name] = first_rows(name, base.tensors[name], token + 1).copy()
-            if is_by_head(name):
-                tensors[name][:, start:] = rows
-            else:
-                tensors[name][start:] = rows
+            _rows_from(start, name, tensors[name])[...] = rows
         near = {each: there for each, there in base.near.items() if each < start} | done.near
         return _Run(tensors, flips, near)
 
@@ -311,6 +301,11 @@ class _FlipSearch:
                 x = be.feed_forward(x, w.layers[index], config)
             be.lm_head(head_input(be, w, config, x), w.lm_head)
         return done
+
+
+def _rows_from(start: int, name: str, x: Array) -> Array:
+    """A tensor's part of the tokens from `start` on."""
+    return x[:, start:] if is_by_head(name) else x[start:]
 
 
 def _row_errors(mine: Array, theirs: Array) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ from ..compare import DIFFERS, Comparison, compare, count_tensors
 from ..names import LOGITS, is_by_head
 from ..tolerances import UNUSED_EXCESS
 from .edits import changes
-from .variants import IMPOSSIBLE, Setting, Step
+from .variants import IMPOSSIBLE, Setting, Step, is_same
 from .wording import noun, role
 
 
@@ -63,7 +63,7 @@ def _held_unused(
         return None
     theirs = np.asarray(candidate[name]).reshape(right[name].shape)
     rows = sorted(changes(right[name], is_by_head(name)), key=lambda row: row[0])
-    return next((words.format(x=noun(name)) for _, words, change in rows if _is_same(change(right[name]), theirs)), "")
+    return next((words.format(x=noun(name)) for _, words, change in rows if is_same(change(right[name]), theirs)), "")
 
 
 def _hook(name: str) -> str:
@@ -75,8 +75,3 @@ def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], set
     """{name: by which factor it is beyond its tolerance} of the tensors that differ."""
     ops = compare(tensors, candidate, setting.config, setting.tokens).ops
     return {op.name: op.excess for op in ops if op.status == DIFFERS}
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    size = float(np.abs(other).max(where=np.isfinite(other), initial=0))
-    return one.shape == other.shape and np.allclose(one, other, rtol=1e-4, atol=1e-5 * size)

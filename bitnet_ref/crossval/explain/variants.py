@@ -326,16 +326,8 @@ class _StepRecorder(Recorder):
         self.keys, self.values = k, self.step(step.name, np.asarray, v)
         call(cache, layer, batch, k, v)
 
-    def on_attention(
-        self,
-        step: ObservedStep,
-        call: Call,
-        q: Array,
-        cache: KVCache,
-        batch: TokenBatch,
-        layer: int,
-        window: int | None,
-    ) -> Array:
+    def on_attention(self, step: ObservedStep, call: Call, q: Array, *rest: Any) -> Array:
+        *_, window = rest
         attn, n = step.name.removesuffix(".hook_z"), len(self.setting.tokens)
         given = self.step(f"{attn}.hook_attn_scores", partial(all_scores, n), q, self.keys, window)
         pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
@@ -409,6 +401,12 @@ def _same_inputs(earlier: tuple[Any, ...], inputs: tuple[Any, ...]) -> bool:
         return memory or (a.size < 1 << 14 and np.array_equal(a, b))  # RoPE's tables are computed in each run
 
     return len(earlier) == len(inputs) and all(map(same, earlier, inputs))
+
+
+def is_same(one: Array, other: Array) -> bool:
+    """Whether a tensor is another one up to rounding."""
+    size = float(np.abs(other).max(where=np.isfinite(other), initial=0))
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-4, atol=1e-5 * size, equal_nan=True)
 
 
 SMALL = 1 << 17  # bytes of a matrix

@@ -11,10 +11,9 @@ import numpy as np
 
 from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
-from ...reference.config import ModelConfig
 from ...reference.layers import Array
 from ..names import layer_of
-from .variants import Step
+from .variants import Setting, Step
 
 NOUNS = {
     "hook_embed": "the embedding", "ln1": "attn_norm", "ln2": "ffn_norm", "attn.sub_norm": "attn_sub_norm", "mlp.sub_norm": "ffn_sub_norm",
@@ -61,14 +60,8 @@ def role(name: str) -> str:
 
 def noun(name: str) -> str:
     """ "blocks.0.attn.q_proj.hook_out" -> "the output of q_proj"."""
-    part = role(name)
-    nouns = _nouns()
-    if part in nouns:
-        return nouns[part]
-    owner, _, hook = part.rpartition(".")
-    return HOOKS.get(hook, hook + " of {}").format(
-        nouns.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
-    )
+    template, module = _module_of(role(name))
+    return template.format(module)
 
 
 def numbers_in_words(numbers: Sequence[int], total: int) -> str:
@@ -81,31 +74,43 @@ def numbers_in_words(numbers: Sequence[int], total: int) -> str:
         place = f"the last {len(n)}" if n[-1] == total - 1 else f"the first {len(n)}" if n[0] == 0 else f"{len(n)}"
         return f"{n[0]} to {n[-1]} ({place} of {total})"
     if len(steps) == 1 and len(n) > 3:
-        return f"{n[0]}, {n[1]}, ... {n[-1]} (every {steps.pop()}th of {total})"
+        return f"{n[0]}, {n[1]}, ... {n[-1]} (one in every {steps.pop()}, of {total})"
     return ", ".join(map(str, n)) if len(n) <= 8 else f"{', '.join(map(str, n[:6]))}, ... ({len(n)} of {total})"
 
 
-def axis_words(shape: tuple[int, ...], by_head: bool) -> tuple[str, ...]:
-    """What the axes of a tensor count: (N, C), (N, heads, d), or by_head (heads, N, keys)."""
+def axis_words(shape: tuple[int, ...], by_head: bool, tokens: int) -> tuple[str, ...]:
+    """What the axes of a tensor count: (N, C), (N, heads, d), by_head (heads, N, keys), of a norm over heads (N H, C)."""
     if by_head:
         return "head", "token", "key"
+    if shape[0] > tokens:
+        return "row", "column"
     words = {3: ("token", "head", "number"), 4: ("token", "head", "row", "column")}  # 4: a DeltaNet's memory
     return words.get(len(shape), ("token", "column")[: len(shape)])
 
 
 def place_in_words(
-    name: str, shape: tuple[int, ...], by_head: bool, cfg: ModelConfig, axis: int, indices: Sequence[int]
+    name: str, shape: tuple[int, ...], by_head: bool, setting: Setting, axis: int, indices: Sequence[int]
 ) -> str:
     """Where a tensor is wrong: "heads 0 and 2", with what is right."""
-    what, total = axis_words(shape, by_head)[axis], shape[axis]
-    d = cfg.head_dim
+    d, tokens = setting.config.head_dim, len(setting.tokens)
+    what, total = axis_words(shape, by_head, tokens)[axis], shape[axis]
+    if what == "row" and axis == 0:
+        each = total // tokens
+        for part, numbers, count in (
+            ("head", {i % each for i in indices}, each),
+            ("token", {i // each for i in indices}, tokens),
+        ):
+            if len(numbers) * (total // count) == len(indices):
+                what, indices, total = part, sorted(numbers), count
+                break
     of_heads = ".attn." in name and not name.endswith(("o_proj.hook_out", "hook_conv"))
     if what == "column" and of_heads and total % d == 0 and total > d:
         heads = sorted({i // d for i in indices})
         if len(heads) * d == len(indices):
             what, indices, total = "head", heads, total // d
+    owner = "chosen expert" if ".mlp." in name else "head"
+    what, of_each = owner if what == "head" else what, f" of each {owner}" if what == "number" else ""
     rest = [i for i in range(total) if i not in set(indices)]
-    of_each = " of each head" if what == "number" else ""
     named = f"{what}{'s' * (len(rest) > 1)}{of_each} {numbers_in_words(rest, total)}"
     others = "the others" if "..." in named else named
     wrong = f"in {what}{'s' * (len(indices) > 1)}{of_each} {numbers_in_words(indices, total)} only"
@@ -115,9 +120,12 @@ def place_in_words(
 def _module_of(part: str) -> tuple[str, str]:
     """ "attn.q_proj.hook_out" -> "the output of {}", "q_proj". A tensor with a noun of its own: "{}", the noun."""
     owner, _, hook = part.rpartition(".")
-    if part in _nouns() or hook not in HOOKS:
-        return "{}", noun(part)
-    return HOOKS[hook], _nouns().get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
+    nouns = _nouns()
+    if part in nouns:
+        return "{}", nouns[part]
+    return HOOKS.get(hook, hook + " of {}"), nouns.get(
+        owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner
+    )
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -211,18 +219,18 @@ def _sum_worked(a: Any, i: tuple[int, ...], right: float) -> str:
     return f"x = {a[0][i]:.6g}, the block's result = {a[1][i]:.6g}\ntheir sum = {right:.6g}"
 
 
+def _result_alone(a: Any, i: tuple[int, ...], right: float) -> str:
+    return f"the reference computes {right:.6g}"
+
+
 def _scaled_worked(a: Any, i: tuple[int, ...], right: float) -> str:
     if len(a) < 3:  # a dense product
-        return f"the reference computes {right:.6g}"
+        return _result_alone(a, i, right)
     scales = f"w_scale = {float(a[1].w_dequant_scale):.6g}, x_scale = {float(a[2][i[0], 0]):.6g}"
     return f"accumulator = {a[0][i]}, {scales}\naccumulator * (w_scale / x_scale) = {right:.6g}"
 
 
 # One value of a step: its inputs and the reference's steps, of the step's inputs, the value's index and right value.
-def _result_alone(inputs: Any, i: tuple[int, ...], right: float) -> str:
-    return f"the reference computes {right:.6g}"
-
-
 WORKED: dict[str, Callable[[Any, tuple[int, ...], float], str]] = {
     "hook_scale": _length_worked, "hook_attn_scores": _score_worked, "hook_resid_mid": _sum_worked, "hook_resid_post": _sum_worked, "hook_out": _scaled_worked, "product": _scaled_worked,
     "hook_normalized": lambda a, i, right: f"x = {a[0][i]:.6g}, length = {float(a[1][i[0], 0]):.6g}, weight = {float(a[2][i[-1]]):.6g}\nx / length * weight = {right:.6g}",

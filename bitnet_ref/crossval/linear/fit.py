@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -91,26 +91,10 @@ def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, Array], random
     random: equal calls gave different values, so that a value may be a step away.
     """
     near = 1.05 if random else STEP
-    strict = _fit_activations(
-        calls, seen, [each for each in _activation_rules() if not random or _is_nearest(each)], near
-    )
-    if strict is not None or random:
-        return strict
+    nearest = [each for each in _activation_rules() if each.x_round == "half to even"]
     # a norm inside whose float32 noise moves values off the half
-    blurred = [
-        replace(each, x_round="nearest") for each in _activation_rules() if _is_nearest(each) and each.norm != "none"
-    ]
-    return _fit_activations(calls, seen, blurred, near)
-
-
-def _is_nearest(rules: Rules) -> bool:
-    return rules.x_round == "half to even"
-
-
-def _fit_activations(
-    calls: Mapping[str, Call], seen: Mapping[str, Array], candidates: Sequence[Rules], near: float
-) -> tuple[Rules, float] | None:
-    for rules in candidates:
+    blurred = [replace(each, x_round="nearest") for each in nearest if each.norm != "none"]
+    for rules in nearest if random else [*_activation_rules(), *blurred]:
         factor = 0.0
         for name in ("tokens", *(f"ties {levels}" for levels in LEVELS)):
             if name not in seen:
@@ -165,26 +149,13 @@ def _weight_rules() -> list[dict[str, Any]]:
 def fit_weights(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Rules | None:
     """The rules of weights that give every one of the effective weights `found`, by name of the matrix `drawn`."""
     patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in found.items()}
-    candidates = (replace(rules, **each) for each in _weight_rules())
-    fits = _first(candidates, found, drawn, patterns)
-    return fits or _first(_thresholds(found, drawn, rules), found, drawn, patterns)
-
-
-def _first(
-    candidates: Iterator[Rules],
-    found: Mapping[str, Array],
-    drawn: Mapping[str, Array],
-    patterns: Mapping[str, Array],
-) -> Rules | None:
     scales: dict[str, dict[str, Array]] = {}
-    for rules in candidates:
-        if rules.w_scale not in scales:
-            scales[rules.w_scale] = {name: scale_of(w, rules) for name, w in drawn.items()}
-        own = scales[rules.w_scale]
-        if _has_pattern(rules, own, drawn, patterns):
-            fitted = _fit_output(rules, own, found, drawn)
-            if fitted is not None:
-                return fitted
+    for tried in chain((replace(rules, **each) for each in _weight_rules()), _thresholds(found, drawn, rules)):
+        if tried.w_scale not in scales:
+            scales[tried.w_scale] = {name: scale_of(w, tried) for name, w in drawn.items()}
+        own = scales[tried.w_scale]
+        if _has_pattern(tried, own, drawn, patterns) and (fitted := _fit_output(tried, own, found, drawn)) is not None:
+            return fitted
     return None
 
 
@@ -195,7 +166,7 @@ def _has_pattern(
     if rules.w_round == "sign of w - mean":
         return all(pattern.mean() > 0.99 for pattern in patterns.values())
     if rules.w_round == "none":
-        return all(pattern.mean() > 0.7 for name, pattern in patterns.items())
+        return all(pattern.mean() > 0.7 for pattern in patterns.values())
     for name, pattern in patterns.items():
         s = scales[name][: len(pattern)]
         zero = quantize_w(drawn[name][: len(pattern)], rules, s) == 0
@@ -245,34 +216,30 @@ def _thresholds(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: R
 
 # -- the bias ----------------------------------------------------------------------------------------------------------
 
-Factor = Callable[[Array, Array], Array]
-BIASES: dict[str, Factor] = {  # (the activations' scale (B, T, 1), the weights' scale) -> what multiplies the bias
+Factor = Callable[[Array, Array], Array]  # (activations' scale (B, T, 1), weights' scale) -> what multiplies the bias
+BIASES: dict[str, Factor] = {
     "added as it is": lambda a, s: np.ones_like(a),
     "left out": lambda a, s: 0 * a,
+    "subtracted": lambda a, s: -np.ones_like(a),
+    "added twice": lambda a, s: 2 * np.ones_like(a),
+}
+SCALED_BIASES: dict[str, Factor] = {
     "added before the rescaling: it comes out times both scales": lambda a, s: s / a,
     "times the weights' scale": lambda a, s: s + 0 * a,
     "divided by the weights' scale": lambda a, s: 1 / s + 0 * a,
     "divided by the activations' scale": lambda a, s: 1 / a,
     "times the activations' scale": lambda a, s: a + 0 * s,
     "divided by both scales": lambda a, s: 1 / (a * s),
-    "subtracted": lambda a, s: -np.ones_like(a),
-    "added twice": lambda a, s: 2 * np.ones_like(a),
 }
 
 
-WITHOUT_SCALES = ("added as it is", "left out", "subtracted", "added twice")
-
-
 def fit_bias(added: Array, bias: Array, a: Array | None, s: Array) -> str | None:
-    """The name in BIASES of what was added (B, T, N) to the outputs. a, s: the scales, (B, T, 1) and (1, 1)"""
-    has_scales = a is not None and s.shape == (1, 1)
-    a = np.ones((*added.shape[:2], 1)) if a is None else a
+    """The name of what was added (B, T, N) to the outputs. a, s: the scales, (B, T, 1) and (1, 1)"""
+    biases = BIASES if a is None or s.shape != (1, 1) else BIASES | SCALED_BIASES
+    a = np.ones((*added.shape[:2], 1)) if a is None else a.astype(np.float64)
     scale = np.abs(added).max() + np.abs(bias).max() * 1e-3
-    for name, factor in BIASES.items():
-        if not has_scales and name not in WITHOUT_SCALES:
-            continue
-        of_scales = factor(a.astype(np.float64), s.astype(np.float64) if has_scales else np.ones((1, 1)))
-        expected = bias.astype(np.float64) * of_scales
+    for name, factor in biases.items():
+        expected = bias.astype(np.float64) * factor(a, s.astype(np.float64))
         if np.abs(added - expected).max() <= 2e-3 * scale:
             return name
     return None

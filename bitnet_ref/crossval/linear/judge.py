@@ -33,7 +33,18 @@ from .rules import (
     scale_of,
     weights,
 )
-from .verdict import ABSENT, CHOICE, RIGHT_STATUS, UNKNOWN, WRONG, LinearVerdict, LineVerdict, equal_outputs
+from .verdict import (
+    ABSENT,
+    CHOICE,
+    RIGHT_STATUS,
+    UNKNOWN,
+    WRONG,
+    LinearVerdict,
+    LineVerdict,
+    compared,
+    equal_outputs,
+    place_of,
+)
 
 _CONSTANTS: dict[float, str] = {
     1 / K: "1 / in_features: a norm by dim^-0.5 where dim^0.5 belongs",
@@ -47,13 +58,6 @@ _CONSTANTS: dict[float, str] = {
     128.0: "128",
     1 / 128: "1 / 128",
 }
-
-
-def _recognised(rules: Rules) -> str:
-    for value, text in _CONSTANTS.items():
-        if abs(rules.constant / value - 1) < 1e-3:
-            return f": {text}"
-    return ""
 
 
 def judge(target: str, versions: str, calls: Sequence[Call], answers: Answers) -> LinearVerdict:
@@ -83,15 +87,14 @@ class _Judge:
         floored = fit_floor(self.calls, self.seen, rules, self.factor) if shows_floor else rules
         self.rules = rules if floored is None else floored
         lines = [self._norm(), self._activation_scale(floored is None), self._activation_rounding()]
-        drawn = matrices()
         multiplied = activations(self.calls["weights normal"].x, self.rules)
+        drawn: dict[str, Array] = {}
         self.effective = {}  # by the name of a drawn matrix: what the layer multiplies by in its place
-        for name in drawn:
+        for name, w in matrices().items():
             y = self.answers.get(f"weights {name}")
             if y is not None and np.isfinite(y).all():
-                self.effective[name] = effective_weights(y, multiplied)
-        usual = {name: w for name, w in drawn.items() if name in self.effective and name != "ternary"}
-        fit = fit_weights({name: self.effective[name] for name in usual}, usual, self.rules) if usual else None
+                drawn[name], self.effective[name] = w, effective_weights(y, multiplied)
+        fit = fit_weights(self.effective, drawn, self.rules) if drawn else None
         if fit is None:
             text = "no rule that was tried gives what the layer makes of its weights"
             return [*lines, LineVerdict("weight scale", UNKNOWN, text), *self._modes()]
@@ -102,32 +105,32 @@ class _Judge:
 
     # -- activations
 
-    def _value(self, alternative: Rules, name: str) -> tuple[tuple[int, ...], float, float, float]:
-        """Where a call differs most from other rules, the value there before quantisation, expected, found."""
+    def _value(self, alternative: Rules, name: str, norm: str | None = None) -> tuple[str, float, float]:
+        """The value of a call that differs most from other rules: what it is behind a norm, expected, found.
+
+        norm: None for the layer's own.
+        """
         x = self.calls[name].x
         simulated = activations(x, alternative).astype(np.float64)
         found = self.seen[name] / self.factor
-        at = np.unravel_index(int(np.argmax(np.abs(found - simulated))), x.shape)
-        return tuple(map(int, at)), float(NORMS[self.rules.norm](x)[at]), float(simulated[at]), float(found[at])
+        at = place_of(np.abs(found - simulated))
+        value = NORMS[norm or self.rules.norm](x)[at]
+        return f"x{list(at)} = {value:.6g}", float(simulated[at]), float(found[at])
 
     def _norm(self) -> LineVerdict:
         norm = self.rules.norm
         status = RIGHT_STATUS if norm == "none" else CHOICE
         text = "none" if norm == "none" else f"{norm}, as in the layer of the first papers; not in 2B-4T's"
-        at, value, expected, found = self._value(replace(self.rules, norm="none"), "tokens")
-        if norm == "none":
-            return LineVerdict("norm inside", status, text, f"x{list(at)} = {value:.6g} becomes", expected, found)
-        x = float(self.calls["tokens"].x[at])
-        return LineVerdict("norm inside", status, text, f"x{list(at)} = {x:.6g}, without a norm", expected, found)
+        at, expected, found = self._value(replace(self.rules, norm="none"), "tokens", "none")
+        words = " becomes" if norm == "none" else ", without a norm"
+        return LineVerdict("norm inside", status, text, f"{at}{words}", expected, found)
 
     def _activation_scale(self, unknown_floor: bool) -> LineVerdict:
         rules, line = self.rules, "activation scale"
         right = replace(rules, over="token", levels=127, floor=1e-5, added=0.0, x_clip=(-128, 127))
         name = "tokens"
         if rules.levels is None:
-            at, value, expected, found = self._value(right, name)
-            text = "none: the activations are not quantised"
-            return LineVerdict(line, WRONG, text, f"x{list(at)} = {value:.6g}", expected, found)
+            return LineVerdict(line, WRONG, "none: the activations are not quantised", *self._value(right, name))
         wrong = []
         if rules.over != "token":
             wrong.append(f"one scale for each {rules.over}, where each token has its own")
@@ -146,8 +149,7 @@ class _Judge:
             wrong.append("a token of 1e12 gives NaN or Inf")
         text = f"{rules.levels:g} / max|x| of each {rules.over}"
         choice = ""
-        floor = rules.floor or rules.added
-        if rules.norm == "none" and not unknown_floor and (floor != 1e-5 or rules.added):
+        if rules.norm == "none" and not unknown_floor and (rules.added or rules.floor != 1e-5):
             bottom = f"{rules.added:g} is added to max|x|" if rules.added else f"max|x| is at least {rules.floor:g}"
             choice = f"; {bottom}, in the reference it is at least 1e-5"
             if rules.floor > 1e-5:
@@ -155,16 +157,15 @@ class _Judge:
             name = "tiny 3e-06" if "tiny 3e-06" in self.seen and rules.over == "token" and rules.levels == 127 else name
         elif rules.norm == "none" and not unknown_floor:
             text += ", max|x| at least 1e-5"
-        at, value, expected, found = self._value(right, name)
         status = WRONG if wrong else CHOICE if choice else RIGHT_STATUS
         text = "; ".join(wrong) if wrong else text + choice
-        return LineVerdict(line, status, text, f"x{list(at)} = {value:.6g}", expected, found)
+        return LineVerdict(line, status, text, *self._value(right, name))
 
     def _activation_rounding(self) -> LineVerdict:
         rules, line = self.rules, "activation rounding"
         if self.random:
             first, again = self.seen["tokens"], self.seen.get("tokens again", self.seen["tokens"])
-            at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(first - again))), first.shape)))
+            at = place_of(np.abs(first - again))
             where = f"x{list(at)}, two equal calls"
             text = "two equal calls give other values: stochastic rounding, or dropout"
             return LineVerdict(line, WRONG, text, where, float(again[at] / self.factor), float(first[at] / self.factor))
@@ -182,13 +183,12 @@ class _Judge:
         gap = np.abs(q - right_q) * (rules.x_round != "nearest")
         if gap.max() < STEP:
             gap = (np.abs(np.abs(u) % 1 - 0.5) < 1e-6).astype(float)  # a tie, to show
-        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
+        at = place_of(gap)
         text, wrong = ROUNDED_AS[rules.x_round], rules.x_round not in ("half to even", "nearest")
         if rules.levels in (128, 127.5):
-            text += {(-128, 127): ", cut to -128..127", None: ", not cut to int8: 128 is kept"}.get(
-                rules.x_clip, f", cut to {rules.x_clip[0]}..{rules.x_clip[1]}" if rules.x_clip else ""
-            )
-            wrong |= rules.x_clip is None or rules.x_clip[1] == 128
+            clip = rules.x_clip
+            text += ", not cut to int8: 128 is kept" if clip is None else f", cut to {clip[0]}..{clip[1]}"
+            wrong |= clip is None or clip[1] == 128
         status = WRONG if wrong else RIGHT_STATUS
         where = f"x a{list(at)} = {u[at]:.6g}"
         return LineVerdict(line, status, text, where, float(right_q[at]), round(float(q[at]), 3))
@@ -198,7 +198,7 @@ class _Judge:
     def _matrix(self, alternative: Rules, name: str) -> tuple[str, float, float]:
         w = matrices()[name]
         expected, effective = weights(w, alternative).astype(np.float64), self.effective[name]
-        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(effective - expected))), w.shape)))
+        at = place_of(np.abs(effective - expected))
         return f"W{list(at)} = {w[at]:.6g}, mean|W| = {np.abs(w).mean():.6g}", float(expected[at]), float(effective[at])
 
     def _weight_scale(self) -> LineVerdict:
@@ -226,29 +226,24 @@ class _Judge:
 
     def _weight_rounding(self) -> LineVerdict:
         rules, line = self.rules, "weight rounding"
-        name = "ties" if "ties" in self.effective else "normal"
-        w = matrices()[name]
-        right = replace(rules, w_round="half to even", w_clip=True)
-        s = scale_of(w, rules)
         if rules.w_round == "none":
             return LineVerdict(line, WRONG, "not at all", *self._matrix(Rules(), "normal"))
-        if rules.w_round in ("threshold", "sign", "sign of w - mean") or not rules.w_clip:
-            name, w = "normal", matrices()["normal"]
-            s = scale_of(w, rules)
+        is_rounded = rules.w_round in ROUNDINGS
+        name = "ties" if "ties" in self.effective and is_rounded and rules.w_clip else "normal"
+        w = matrices()[name]
+        right, s = replace(rules, w_round="half to even", w_clip=True), scale_of(w, rules)
         t = quantize_w(w, rules, s)
         out = OUTPUTS[rules.out](s.astype(np.float64), w, t) * rules.constant
         found, expected = self.effective[name] / out, quantize_w(w, right, s)
         gap = np.abs(found - expected)
         if gap.max() < STEP:
             gap = (np.abs(np.abs(w / s) - 0.5) < 1e-6).astype(float)
-        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
-        text, wrong = ROUNDED_AS[rules.w_round], rules.w_round != "half to even"
+        at = place_of(gap)
+        text, wrong = ROUNDED_AS[rules.w_round], rules.w_round != "half to even" or not rules.w_clip
         if rules.w_round == "threshold":
             text = f"zero where |w| <= {rules.threshold:.3g} scales, where the rounding's threshold is 0.5"
-        if rules.w_round in ROUNDINGS and not rules.w_clip:
-            text, wrong = f"{text}; not cut to -1..1", True
-        elif rules.w_round in ROUNDINGS:
-            text = f"{text}, cut to -1..1"
+        if is_rounded:
+            text += ", cut to -1..1" if rules.w_clip else "; not cut to -1..1"
         where = f"W / scale{list(at)} = {float((w / s)[at]):.6g}"
         status = WRONG if wrong else RIGHT_STATUS
         return LineVerdict(line, status, text, where, float(expected[at]), round(float(found[at]), 3))
@@ -261,7 +256,6 @@ class _Judge:
         expected = output(call.x, call.w, right)
         if y is None:
             return LineVerdict(line, UNKNOWN, "the layer failed on drawn weights")
-        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(y - expected))), y.shape)))
         wrong = []
         if rules.x_out != "divided by":
             wrong.append(f"the sums are {rules.x_out} the activations' scale, where they are divided by it")
@@ -269,10 +263,10 @@ class _Judge:
             own = rules.out == "mean|W|" and rules.w_round.startswith("sign")
             wrong += [] if own else [f"the sums are multiplied by {rules.out}, where they are by the weights' scale"]
         if rules.constant != 1.0:
-            wrong.append(f"the output is {rules.constant:.6g} times the right one{_recognised(rules)}")
+            known = (f": {words}" for value, words in _CONSTANTS.items() if abs(rules.constant / value - 1) < 1e-3)
+            wrong.append(f"the output is {rules.constant:.6g} times the right one{next(known, '')}")
         text = "; ".join(wrong) or "the sums times weight scale / activation scale"
-        where = f"y{list(at)}"
-        return LineVerdict(line, WRONG if wrong else RIGHT_STATUS, text, where, float(expected[at]), float(y[at]))
+        return compared(line, WRONG if wrong else RIGHT_STATUS, text, "y", expected, y)
 
     def _bias(self) -> LineVerdict:
         line, call = "bias", self.calls["with bias"]
@@ -292,12 +286,9 @@ class _Judge:
             a = np.broadcast_to(quantize_x(n, self.rules)[1], (*call.x.shape[:2], 1))
         s = scale_of(call.w, self.rules)
         name = fit_bias(added, call.bias, a, s)
-        gap = np.abs(added - call.bias)
-        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
-        where = f"what is added to y{list(at)}"
         status = UNKNOWN if name is None else RIGHT_STATUS if name == "added as it is" else WRONG
         text = name or "what is added is not explained by the bias and the scales"
-        return LineVerdict(line, status, text, where, float(call.bias[at[-1]]), float(added[at]))
+        return compared(line, status, text, "what is added to y", np.broadcast_to(call.bias, added.shape), added)
 
     # -- gradients
 
@@ -319,19 +310,16 @@ class _Judge:
                 lines.append(LineVerdict(line, ABSENT, "none: the layer has no backward pass, or no weight to train"))
                 continue
             name, right = name_gradient(given, each(call.x, call.w, call.dy, self.rules))
-            at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(given - right))), given.shape)))
             is_right = name is not None and name.startswith(RIGHT)
             status = RIGHT_STATUS if is_right else UNKNOWN if name is None else WRONG
             text = name or "equals none of the gradients that were tried"
-            lines.append(LineVerdict(line, status, text, f"{line}{list(at)}", float(right[at]), float(given[at])))
+            lines.append(compared(line, status, text, line, right, given))
         given = self.answers.get("bias gradient", "db")
         if given is not None:
             right = call.dy.astype(np.float64).sum(axis=(0, 1))
-            at = (int(np.argmax(np.abs(given - right))),)
             near = np.linalg.norm(given - right) <= 1e-4 * np.linalg.norm(right)
             text = "the sum of dY over the tokens" if near else "is not the sum of dY over the tokens"
-            status = RIGHT_STATUS if near else WRONG
-            lines.append(LineVerdict("dbias", status, text, f"dbias[{at[0]}]", float(right[at]), float(given[at])))
+            lines.append(compared("dbias", RIGHT_STATUS if near else WRONG, text, "dbias", right, given))
         return lines
 
     # -- modes and dtypes
@@ -353,23 +341,17 @@ class _Judge:
         """The output after the weights were stored, once and twice."""
         if train is None or self.random:
             return []
-        worst: LineVerdict | None = None
-        names = []
-        for way in self.answers.by_call.get("storage", {}):
-            y = self.answers.by_call["storage"][way]
-            if y.dtype.kind == "U":
-                if way == "failed" or "eval()" not in way:
-                    continue  # a method that needs more than the layer
-                worst = LineVerdict("stored weights", WRONG, f"{way} fails: {y}"[:200])
-                continue
-            names.append(way)
-            for count, each in enumerate(y.astype(np.float64), start=1):
-                line = equal_outputs("stored weights", f"{way}, {('once', 'twice')[count - 1]}", train, each, False)
-                if line.status == WRONG and (worst is None or worst.status != WRONG):
-                    worst = line
-        if worst is not None:
-            return [worst]
-        return [LineVerdict("stored weights", RIGHT_STATUS, f"{', '.join(names)} change nothing")] if names else []
+        line, wrong, names = "stored weights", list[LineVerdict](), []
+        for way, y in self.answers.by_call.get("storage", {}).items():
+            if y.dtype.kind != "U":
+                names.append(way)
+                for count, each in zip(("once", "twice"), y.astype(np.float64), strict=True):
+                    wrong.append(equal_outputs(line, f"{way}, {count}", train, each, False))
+            elif "eval()" in way:  # another method may need more than the layer
+                wrong.append(LineVerdict(line, WRONG, f"{way} fails: {y}"[:200]))
+        if wrong := [each for each in wrong if each.status == WRONG]:
+            return wrong[:1]
+        return [LineVerdict(line, RIGHT_STATUS, f"{', '.join(names)} change nothing")] if names else []
 
     def _narrow(self, train: Array | None) -> list[LineVerdict]:
         """What 16 bits cost: no verdict but NaN and failure."""
@@ -394,11 +376,9 @@ class _Judge:
             return LineVerdict(line, UNKNOWN, "the layer failed on other weights")
         expected = output(call.x, call.w, self.rules)
         errors = np.linalg.norm(y - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), SMALL)
-        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(y - expected))), y.shape)))
         # float32 noise may round an activation of a token the other way, which moves all of its outputs
         near = np.median(errors) <= (0.1 if self.random else 1e-3) and errors.max() <= (0.5 if self.random else 0.05)
         text = "the lines above give the outputs for other weights and tokens"
         if not near:
             text = "the lines above do not give the outputs for other weights and tokens"
-        status = RIGHT_STATUS if near else UNKNOWN
-        return LineVerdict(line, status, text, f"y{list(at)}", float(expected[at]), float(y[at]))
+        return compared(line, RIGHT_STATUS if near else UNKNOWN, text, "y", expected, y)

@@ -110,8 +110,7 @@ def matrices() -> dict[str, Array]:
     normal = rng.standard_normal((N, K)) * 0.05 * rows * columns + 0.01
     heavy = np.exp(rng.standard_normal((N, K))) * rng.choice([-1, 1], (N, K)) * 0.02
     tied = np.tile([0.5, 1.5], (N, K // 2)) * rng.choice([-1, 1], (N, K)) / 16  # the mean of |W| is 1/16
-    ternary = rng.choice([-1, 0, 1], (N, K), p=[0.3, 0.4, 0.3]) * 0.04
-    out = {"normal": normal, "heavy": heavy, "large": normal * 40, "ties": tied, "ternary": ternary}
+    out = {"normal": normal, "heavy": heavy, "large": normal * 40, "ties": tied}
     return {name: w.astype(np.float32) for name, w in out.items()}
 
 

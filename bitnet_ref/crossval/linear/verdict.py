@@ -71,13 +71,22 @@ class LinearVerdict:
         return {**asdict(self), "agrees": self.agrees, "sentence": self.sentence}
 
 
+def place_of(gap: Array) -> tuple[int, ...]:
+    """Where a gap is largest, a NaN before all others."""
+    return tuple(map(int, np.unravel_index(int(np.argmax(np.nan_to_num(gap, nan=np.inf))), gap.shape)))
+
+
+def compared(line: str, status: str, text: str, name: str, expected: Array, found: Array) -> LineVerdict:
+    """A line's verdict with the value of two arrays of that name where they differ most."""
+    at = place_of(np.abs(found - expected))
+    return LineVerdict(line, status, text, f"{name}{list(at)}", float(expected[at]), float(found[at]))
+
+
 def equal_outputs(line: str, way: str, before: Array, after: Array, random: bool) -> LineVerdict:
-    gap = np.abs(after - before)
-    at = tuple(map(int, np.unravel_index(int(np.argmax(np.nan_to_num(gap, nan=np.inf))), gap.shape)))
     limit = (0.1 if random else 1e-3) * np.abs(before).max()
-    if gap.max() <= limit:
-        return LineVerdict(line, RIGHT_STATUS, f"{way}: the same", f"y{list(at)}", float(before[at]), float(after[at]))
+    if np.abs(after - before).max() <= limit:
+        return compared(line, RIGHT_STATUS, f"{way}: the same", "y", before, after)
     factor = float((before * after).sum() / max((before * before).sum(), SMALL))
     scaled = np.linalg.norm(after - factor * before) <= 1e-3 * max(float(np.linalg.norm(after)), SMALL)
     text = f"{way}: " + (f"all outputs are {factor:.4g} times those before" if scaled else "other outputs than before")
-    return LineVerdict(line, WRONG, text, f"y{list(at)}", float(before[at]), float(after[at]))
+    return compared(line, WRONG, text, "y", before, after)

@@ -72,41 +72,35 @@ class BlockwiseBackend(Backend):
         return (acc * step[..., None]).sum(axis=1, dtype=np.float32) * w.w_dequant_scale
 
 
-def _blockwise(size: int) -> Edit:
-    be = BlockwiseBackend(size)
-
-    def edit(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
-        x_q, scales = be.quantize_activations(input_floats(step))
-        return be.dequantize(be.ternary_matmul(x_q, w), w, scales)
-
-    return edit
+_BY_256 = BlockwiseBackend(256)
 
 
-def in_blocks(size: int) -> Callable[[Step], bool]:
+def _in_blocks_of_256(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
+    x_q, scales = _BY_256.quantize_activations(input_floats(step))
+    return _BY_256.dequantize(_BY_256.ternary_matmul(x_q, w), w, scales)
+
+
+def _has_blocks_of_256(step: Step) -> bool:
     """Whether a step is the output of a BitLinear, in a model whose rows are whole blocks, and of more than one."""
-
-    def fits(step: Step) -> bool:
-        widths = {w.in_features for _, each in step.setting.weights.linears() if (w := each.bit_linear) is not None}
-        return dequantizes(step) and not any(width % size for width in widths) and widths != {size}
-
-    return fits
+    widths = {w.in_features for _, each in step.setting.weights.linears() if (w := each.bit_linear) is not None}
+    return dequantizes(step) and not any(width % 256 for width in widths) and widths != {256}
 
 
 def _has_blocks(step: Step, size: int) -> bool:
     """Whether a step is of a BitLinear's integers or output, and its rows are whole blocks, and more than one."""
-    width = (
-        step.inputs[0].shape[1]
-        if step.name.endswith("hook_x_int8")
-        else input_floats(step).shape[1]
-        if dequantizes(step)
-        else 0
-    )
-    return width > size and width % size == 0
+    if not (step.name.endswith("hook_x_int8") or dequantizes(step)):
+        return False
+    floats = input_floats(step) if dequantizes(step) else step.inputs[0]
+    return bool(floats.shape[1] > size and floats.shape[1] % size == 0)
+
+
+def _of_floats(compute: Edit, x: Array, w: TernaryLinear, scale: Array) -> Array:
+    """The output of a BitLinear whose input is not quantised, or not here."""
+    return compute(layers.dense_matmul(x, w.ternary().astype(np.float32)), w, np.ones_like(scale))
 
 
 def _unquantized(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
-    exact = layers.dense_matmul(input_floats(step), w.ternary().astype(np.float32))
-    return compute(exact, w, np.ones_like(scale))
+    return _of_floats(compute, input_floats(step), w, scale)
 
 
 def _in_plain_blocks(size: int) -> Edit:
@@ -119,12 +113,7 @@ def _in_plain_blocks(size: int) -> Edit:
         codes = np.rint(blocks * scales)
         if len(rest) == 1:
             return codes.reshape(x.shape).astype(np.int8)
-        w, scale = rest
-        return compute(
-            layers.dense_matmul((codes / scales).reshape(floats.shape), w.ternary().astype(np.float32)),
-            w,
-            np.ones_like(scale),
-        )
+        return _of_floats(compute, (codes / scales).reshape(floats.shape), *rest)
 
     return edit
 
@@ -172,7 +161,7 @@ HYPOTHESES = (
     product_mistake("activation_blocks_of_256",
         "activations are quantised in blocks of 256 features, as llama.cpp does for TQ1_0 and TQ2_0 (Q8_K)",
         "The model was trained with one scale per token; expect small differences everywhere.",
-        _blockwise(256), in_blocks(256)),
+        _in_blocks_of_256, _has_blocks_of_256),
     *(Hypothesis("*_proj.hook_x_int8 *_proj.hook_out", f"activation_scales_by_{size}",
         f"each {size} activations of a token have a scale of their own",
         "One scale per token.", _in_plain_blocks(size), partial(_has_blocks, size=size))

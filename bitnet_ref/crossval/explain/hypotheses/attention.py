@@ -12,11 +12,10 @@ from ....families.family import Edit, Hypothesis, instead, leave_out, own_rope, 
 from ....reference.config import RopeConfig
 from ....reference.layers import Array
 from ..edits import interleaved, reads_kv_head, sees_by
-from ..variants import Step
+from ..variants import Step, is_seen
 
 rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
 scores_mistake = partial(Hypothesis, "*.attn.hook_attn_scores")
-kv_head_mistake = partial(Hypothesis, "*.attn.hook_attn_scores *.attn.hook_z")
 WINDOW = "A window of w is the token itself and w - 1 before it."
 
 
@@ -29,18 +28,12 @@ def _plain(step: Step) -> RopeConfig:
     return RopeConfig(own_rope(step).theta)
 
 
-def _causal(i: Array, j: Array, window: int | None) -> Array:
-    """The token itself and the tokens before it, as far as the window reaches."""
-    return (j <= i) & (i - j < (1 << 40 if window is None else window))
-
-
 def _sees(name: str, cause: str, remedy: str, rule: Callable[[Array, Array, int | None], Array]) -> Hypothesis:
     """Token i sees the tokens j for which rule(i, j, window) is true. Does not apply where that is right."""
 
     def fits(step: Step) -> bool:
         n, window = len(step.setting.tokens), step.inputs[2]
-        i, j = np.arange(n)[:, None], np.arange(n)[None]
-        return not np.array_equal(rule(i, j, window), _causal(i, j, window))
+        return not np.array_equal(rule(np.arange(n)[:, None], np.arange(n)[None], window), is_seen(n, window))
 
     return scores_mistake(name, cause, remedy, sees_by(rule), fits)
 
@@ -77,21 +70,22 @@ HYPOTHESES = (
         turned_by(first=1)),
     _sees("cache_misses_the_newest", "the cache is read one entry short: a token does not see itself",
         "Write k and v before they are read; a token at position p reads p + 1 entries.",
-        lambda i, j, window: _causal(i, j, window) & (j < np.maximum(i, 1))),
+        lambda i, j, window: is_seen(len(i), window) & (j < np.maximum(i, 1))),
     _sees("cache_misses_the_oldest", "the cache is read from its second entry: the first token is never seen",
         "A token at position p reads the entries 0 to p.",
-        lambda i, j, window: _causal(i, j, window) & (j >= np.minimum(i, 1))),
+        lambda i, j, window: is_seen(len(i), window) & (j >= np.minimum(i, 1))),
     _sees("sees_one_ahead", "the causal mask is off by one: a token sees the one after it",
-        "Token i sees the tokens j <= i.", lambda i, j, window: _causal(i, j, window) | (j == i + 1)),
+        "Token i sees the tokens j <= i.", lambda i, j, window: is_seen(len(i), window) | (j == i + 1)),
     _sees("no_causal_mask", "there is no causal mask",
         "Token i sees the tokens j <= i.", lambda i, j, window: (i >= 0) & (j >= 0)),
     _sees("window_one_too_long", "the sliding window is one token too long",
-        WINDOW, lambda i, j, window: _causal(i, j, None if window is None else window + 1)),
+        WINDOW, lambda i, j, window: is_seen(len(i), None if window is None else window + 1)),
     _sees("window_one_too_short", "the sliding window is one token too short",
-        WINDOW, lambda i, j, window: _causal(i, j, None if window is None else max(1, window - 1))),
+        WINDOW, lambda i, j, window: is_seen(len(i), None if window is None else max(1, window - 1))),
     _sees("window_ignored", "the sliding window is ignored",
         "Read sliding_window from the config.", lambda i, j, window: j <= i),
-    kv_head_mistake("gqa_heads_interleaved", "query heads are grouped wrongly: head h reads kv head h mod G",
+    Hypothesis("*.attn.hook_attn_scores *.attn.hook_z", "gqa_heads_interleaved",
+        "query heads are grouped wrongly: head h reads kv head h mod G",
         "Head h reads kv head h // (H/G): repeat each kv head H/G times in a row.",
         reads_kv_head(lambda i, h, g: i % g), _shares_kv_heads),
     scores_mistake("scores_not_scaled", "scores are not divided by sqrt(d)",

@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from ....families.family import Edit, Hypothesis, after, before, instead, is_listed_norm, leave_out, norm_each_head
+from ....families.family import Hypothesis, after, before, instead, is_listed_norm, leave_out, norm_each_head
 from ....reference import layers
-from ....reference.layers import ACTIVATIONS, Array
+from ....reference.layers import ACTIVATIONS
 from ....reference.weights import LinearWeight
 from ..number_formats import INT8_ROWS
 from ..roundings import with_matrix_in
@@ -17,7 +17,6 @@ from ..variants import Step
 
 gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
 attn_sub_norm_mistake = partial(Hypothesis, "*.attn.sub_norm.hook_normalized")
-ffn_sub_norm_mistake = partial(Hypothesis, "*.mlp.sub_norm.hook_normalized")
 length_mistake = partial(Hypothesis, "*.hook_scale")
 norm_mistake = partial(Hypothesis, "*.hook_normalized")
 head_mistake = partial(Hypothesis, "lm_head.hook_out")
@@ -34,10 +33,6 @@ def _lacks_sub_norms(step: Step) -> bool:
     is_product = isinstance(step.inputs[-1], LinearWeight) and step.inputs[0].dtype.kind == "f"
     reads = step.name.endswith(("hook_x_scale", "hook_x_int8")) or is_product
     return reads and not step.setting.config.sub_norms and not step.setting.config.has_states
-
-
-def _eps_outside(step: Step, compute: Edit, x: Array, eps: float) -> Array:
-    return compute(x, 0.0) + np.float32(eps)
 
 
 def _eps(value: float) -> Hypothesis:
@@ -68,7 +63,7 @@ HYPOTHESES = (
         "Activate the gate projection.", instead(lambda gate, up, name: gate * ACTIVATIONS[name].function(up))),
     attn_sub_norm_mistake("attn_sub_norm_missing", "attn_sub_norm is left out",
         "Normalise attention's output before o_proj.", leave_out),
-    ffn_sub_norm_mistake("ffn_sub_norm_missing", "ffn_sub_norm is left out",
+    Hypothesis("*.mlp.sub_norm.hook_normalized", "ffn_sub_norm_missing", "ffn_sub_norm is left out",
         "Normalise act(gate) * up before down_proj.", leave_out),
     Hypothesis("*.sub_norm.hook_normalized", "sub_norms_missing", "both sub-norms are left out, as in LLaMA",
         "BitNet blocks have two more norms: before o_proj and before down_proj.", leave_out),
@@ -82,7 +77,7 @@ HYPOTHESES = (
         norm_each_head, lambda step: step.setting.config.num_attention_heads > 1),
     *(_eps(value) for value in (1e-5, 1e-6, 1e-8)),
     length_mistake("norm_eps_outside_the_root", "eps is added to the root, not to the mean of squares under it",
-        "x / sqrt(mean(x^2) + eps).", _eps_outside),
+        "x / sqrt(mean(x^2) + eps).", lambda step, compute, x, eps: compute(x, 0.0) + np.float32(eps)),
     norm_mistake("norm_weight_plus_one", "norms multiply by 1 + weight, as in Gemma",
         "Multiply by the weight.", before(2, lambda weight: weight + np.float32(1)), is_listed_norm),
     norm_mistake("norm_weight_ignored", "norms do not multiply by their weight",

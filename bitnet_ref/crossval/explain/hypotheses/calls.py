@@ -13,18 +13,17 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ....families.family import Edit, Hypothesis, own_rope
+from ....families.family import Edit, Hypothesis, layer_weights, own_rope
 from ....reference import layers
 from ....reference.config import ModelConfig
 from ....reference.layers import Array
 from ....reference.weights import ModelWeights
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS, is_by_head
-from ..number_formats import rounded, to_integers
+from ..number_formats import FLOATS, INT4_ROWS, INT8_ROWS, rounded, to_integers
 from ..variants import Setting, Step, all_scores
 
 _CACHE = "The cache holds, for each token of its own sequence, the rotated key and the value at its own position."
@@ -151,10 +150,10 @@ def _narrow(size: int) -> Sees:
 # -- rows that are read from the cache ---------------------------------------------------------------------------------
 
 
-Rows = Callable[[Array, Step, bool], Array]  # (keys or values (N, G, d), step, whether they are keys) -> as read
+Rows = Callable[..., Array]  # (keys or values (N, G, d), step) -> as read
 
 
-def reads(rows_of: Rows, keys: bool = True, values: bool = True) -> Edit:
+def reads(rows_of: Rows, keys: bool, values: bool) -> Edit:
     """Attention that reads rows_of(...) of the tokens of earlier calls, and those of its own call as they are."""
 
     def edit(step: Step, compute: Edit, first: Array, rows: Array, *rest: Any) -> Array:
@@ -162,7 +161,7 @@ def reads(rows_of: Rows, keys: bool = True, values: bool = True) -> Edit:
         right = compute(first, rows, *rest)
         if not (keys if of_keys else values):
             return right
-        read = rows_of(rows, step, of_keys).reshape(rows.shape).astype(rows.dtype)
+        read = rows_of(rows, step).reshape(rows.shape).astype(rows.dtype)
         cached = np.arange(len(rows))[None] < _starts(step)[:, None]  # (N, N): j is read from the cache
         if of_keys:
             return np.where(cached, compute(first, read, *rest), right)
@@ -174,29 +173,25 @@ def reads(rows_of: Rows, keys: bool = True, values: bool = True) -> Edit:
     return edit
 
 
-def _turned_again(keys: Array, step: Step, is_keys: bool) -> Array:
-    positions = np.arange(len(keys))
-    tables = own_rope(step).tables(positions, step.setting.config.rotary_size, np.float32)
-    return layers.apply_rope(keys, *tables) if is_keys else keys
+def _turned_again(keys: Array, step: Step) -> Array:
+    tables = own_rope(step).tables(np.arange(len(keys)), step.setting.config.rotary_size, np.float32)
+    return layers.apply_rope(keys, *tables)
 
 
-def _before_rope(keys: Array, step: Step, is_keys: bool) -> Array:
+def _before_rope(keys: Array, step: Step) -> Array:
     attn = step.name.rpartition(".")[0]
-    return step.seen[
-        f"{attn}.k_norm.hook_normalized" if f"{attn}.k_norm.hook_normalized" in step.seen else f"{attn}.hook_k"
-    ]
+    return step.seen.get(f"{attn}.k_norm.hook_normalized", step.seen[f"{attn}.hook_k"])
 
 
-def _normed_again(keys: Array, step: Step, is_keys: bool) -> Array:
-    norm = getattr(step.setting.weights.layers[step.layer or 0], "k_norm", None)
+def _normed_again(keys: Array, step: Step) -> Array:
+    norm = getattr(layer_weights(step), "k_norm", None)
     if norm is None:
         raise LookupError("no norm of keys")
-    rows = keys.reshape(-1, len(norm.weight))
-    return layers.rms_norm(rows, norm.weight, norm.eps) if is_keys else keys
+    return layers.rms_norm(keys.reshape(-1, len(norm.weight)), norm.weight, norm.eps)
 
 
 def _moved(by: int) -> Rows:
-    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
+    def rows_of(rows: Array, step: Step) -> Array:
         moved = np.roll(rows, by, axis=0)
         if by > 0:
             moved[:by] = rows[:1]  # the slots before the first are read as the first
@@ -208,11 +203,11 @@ def _moved(by: int) -> Rows:
 def _of_other(index: int) -> Rows:
     """The rows that the other sequence of that number has at the same positions; its last for longer ones."""
 
-    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
-        attn = step.name.rpartition(".")[0]
+    def rows_of(rows: Array, step: Step) -> Array:
+        attn, _, hook = step.name.rpartition(".")
         setting = step.setting
         steps = _steps_of(setting.config, setting.weights, setting.path, *setting.others[index])
-        other: Array = steps[f"{attn}.{'hook_rot_k' if is_keys else 'hook_v'}"].result
+        other: Array = steps[f"{attn}.{'hook_rot_k' if hook == 'hook_attn_scores' else 'hook_v'}"].result
         return other[np.minimum(np.arange(len(rows)), len(other) - 1)]
 
     return rows_of
@@ -224,39 +219,30 @@ def _steps_of(config: ModelConfig, weights: ModelWeights, path: Path | None, *to
     return Setting(config, weights, np.array(tokens, dtype=np.int64), path=path).steps
 
 
-_FP8 = ml_dtypes.float8_e4m3fn
-
-
-def _integers_of(top: int, axes: tuple[int, ...]) -> Rows:
-    return lambda rows, step, is_keys: to_integers(rows, top, axes).astype(np.float32)
-
-
-def _to(dtype: Any) -> Rows:
-    return lambda rows, step, is_keys: rounded(rows, dtype)
-
-
 _read_mistake = partial(Hypothesis, "*.attn.hook_attn_scores *.attn.hook_z", fits=_several)
+_PARTS = (("rows", True, True), ("keys", True, False), ("values", False, True))  # of the cache: keys, values
 _READS: tuple[tuple[str, str, Rows, bool, bool], ...] = (  # name, words, rows, of keys, of values
     ("turned_twice", "keys that are read from the cache are turned by RoPE a second time", _turned_again, True, False),
     ("not_turned", "keys in the cache are not turned by RoPE", _before_rope, True, False),
     ("normed_twice", "keys that are read from the cache are normed a second time", _normed_again, True, False),
     *(
-        (f"row_{name}{'' if k and v else '_of_keys' if k else '_of_values'}", f"later calls read the {'rows' if k and v else 'keys' if k else 'values'} of the cache {words}", _moved(by), k, v)
+        (f"row_{name}{'' if k and v else f'_of_{part}'}", f"later calls read the {part} of the cache {words}", _moved(by), k, v)
         for name, words, by in (("before", "at position - 1", 1), ("after", "at position + 1", -1))
-        for k, v in ((True, True), (True, False), (False, True))
+        for part, k, v in _PARTS
     ),
-    ("zeros", "the rows of the cache are zeros in later calls: they were never written", lambda rows, step, is_keys: 0 * rows, True, True),
-    ("zero_keys", "the keys of the cache are zeros in later calls", lambda rows, step, is_keys: 0 * rows, True, False),
-    ("zero_values", "the values of the cache are zeros in later calls", lambda rows, step, is_keys: 0 * rows, False, True),
-    ("heads_next", "kv heads of the cache are read one too far", lambda rows, step, is_keys: np.roll(rows, 1, axis=1), True, True),
-    ("transposed", "the cache is written as (tokens, heads, head_dim) and read as (heads, tokens, head_dim)", lambda rows, step, is_keys: np.ascontiguousarray(rows).reshape(rows.shape[1], rows.shape[0], -1).swapaxes(0, 1), True, True),
+    ("zeros", "the rows of the cache are zeros in later calls: they were never written", lambda rows, step: 0 * rows, True, True),
+    ("zero_keys", "the keys of the cache are zeros in later calls", lambda rows, step: 0 * rows, True, False),
+    ("zero_values", "the values of the cache are zeros in later calls", lambda rows, step: 0 * rows, False, True),
+    ("heads_next", "kv heads of the cache are read one too far", lambda rows, step: np.roll(rows, 1, axis=1), True, True),
+    ("transposed", "the cache is written as (tokens, heads, head_dim) and read as (heads, tokens, head_dim)", lambda rows, step: np.ascontiguousarray(rows).reshape(rows.shape[1], rows.shape[0], -1).swapaxes(0, 1), True, True),
     *(
-        (f"{name}{'' if k and v else '_keys' if k else '_values'}", f"the {'cache is' if k and v else 'keys of the cache are' if k else 'values of the cache are'} in {words}", rule, k, v)
-        for k, v in ((True, True), (True, False), (False, True))
+        (f"{name}{'' if k and v else f'_{part}'}", f"the {'cache is' if k and v else f'{part} of the cache are'} in {words}", lambda rows, step, rule=rule: rule(rows), k, v)
+        for part, k, v in _PARTS
         for name, words, rule in (
-            ("bfloat16", "bfloat16", _to(ml_dtypes.bfloat16)), ("float16", "float16", _to(np.float16)), ("fp8", "fp8 (e4m3)", _to(_FP8)),
-            ("int8", "int8, with a scale for each head of each token", _integers_of(127, (2,))), ("int8_by_token", "int8, with a scale for each token", _integers_of(127, (1, 2))),
-            ("int4", "int4, with a scale for each head of each token", _integers_of(7, (2,))),
+            *((words.split()[0], words, partial(rounded, dtype=FLOATS[words])) for words in ("bfloat16", "float16", "fp8 (e4m3)")),
+            ("int8", "int8, with a scale for each head of each token", INT8_ROWS),
+            ("int8_by_token", "int8, with a scale for each token", partial(to_integers, top=127, axis=(1, 2))),
+            ("int4", "int4, with a scale for each head of each token", INT4_ROWS),
         )
     ),
 )  # fmt: skip
@@ -270,12 +256,11 @@ MOVED, FROM_0, ALL_AT_0 = "", "_from_0", "_at_0"
 _PLACES = {MOVED: "", FROM_0: ", both from position 0", ALL_AT_0: ", at position 0"}
 
 
-def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_call: int = 0) -> Edit:
+def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
     """Attention that also sees these tokens, laid in front of the sequence.   from_call: only from that call on."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
         attn, setting = step.name.rpartition(".")[0], step.setting
-        front = tokens(setting)
         if not step.name.endswith("hook_z"):  # RoPE
             return (
                 compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
@@ -306,21 +291,14 @@ def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_c
 _front_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk] *.attn.hook_z")
 
 
-Tokens = Callable[[Setting], Sequence[int]]
-
-
-def _fronts(setting: Setting) -> Iterator[tuple[str, str, Tokens]]:
+def _fronts(setting: Setting) -> Iterator[tuple[str, str, Sequence[int]]]:
     """(name, words, tokens) of what may lie before a sequence of a batch."""
     for index, other in enumerate(setting.others):
-        yield f"other_{index}", _other_in_words(setting, index), _always(other)
+        yield f"other_{index}", _other_in_words(setting, index), other
     pads = max(map(len, setting.others), default=0) - len(setting.tokens)
     bos = setting.config.bos_token_id
     for token in sorted({0} | ({bos} if bos is not None else set())) if pads > 0 else ():
-        yield f"padding_{token}", f"the padding on its left ({pads} times id {token})", _always((token,) * pads)
-
-
-def _always(tokens: tuple[int, ...]) -> Tokens:
-    return lambda setting: tokens
+        yield f"padding_{token}", f"the padding on its left ({pads} times id {token})", (token,) * pads
 
 
 def _other_in_words(setting: Setting, index: int) -> str:
@@ -344,11 +322,9 @@ def call_hypotheses(
     out = list(_distinct(setting.calls)) if len(setting.calls) > 1 else []
     for index in range(len(setting.others)):
         words = _other_in_words(setting, index)
-        out += [
-            _read_mistake(f"cache_of_other_{index}", f"later calls read the rows of {words} in the cache", _CACHE, reads(_of_other(index))),
-            _read_mistake(f"keys_of_other_{index}", f"later calls read the keys of {words} in the cache", _CACHE, reads(_of_other(index), values=False)),
-            _read_mistake(f"values_of_other_{index}", f"later calls read the values of {words} in the cache", _CACHE, reads(_of_other(index), keys=False)),
-        ]  # fmt: skip
+        for part, *which in _PARTS:
+            name, cause = "cache" if part == "rows" else part, f"later calls read the {part} of {words} in the cache"
+            out.append(_read_mistake(f"{name}_of_other_{index}", cause, _CACHE, reads(_of_other(index), *which)))
     for name, words, tokens in _fronts(setting):
         for place, at in _PLACES.items():
             for scope, from_call in [("", 0)] + [(", from the second call on", 1)] * (len(setting.calls) > 1):
@@ -363,64 +339,55 @@ def call_hypotheses(
 
 
 def _distinct(calls: Calls) -> Iterator[Hypothesis]:
-    """Those of `HYPOTHESES` that are mistakes with these calls, of several that are the same then the first."""
+    """Those of the tables above that are mistakes with these calls, of several that are the same then the first."""
     starts, call = start_of_tokens(calls), call_of_tokens(calls)
     n = len(starts)
     seen = {np.arange(n).tobytes(), np.tril(np.ones((n, n), dtype=np.bool_)).tobytes()}
-    made: list[tuple[str, Array]]
-    made = [(f"positions_{name}", np.asarray(rule(np.arange(n), starts, call))) for name, _, rule in _POSITIONS]
-    made += [(f"calls_{name}", _matrix(sees, calls)) for name, _, sees in _SEES]
-    for name, array in made:
+    made: list[tuple[Array, Hypothesis]] = []
+    for name, cause, positions in _POSITIONS:
+        mistake = _position_mistake(f"positions_{name}", cause, _POSITION, turned_at(positions))
+        made.append((positions(np.arange(n), starts, call), mistake))
+    for name, cause, sees in _SEES:
+        remedy = _MASK if "mask" in name or "future" in name else _CACHE
+        made.append((_matrix(sees, calls), _sees_mistake(f"calls_{name}", cause, remedy, sees_in_calls(sees))))
+    for array, mistake in made:
         if (key := array.tobytes()) not in seen:
             seen.add(key)
-            yield BY_NAME[name]
-    yield from (BY_NAME[f"cache_{name}"] for name, *_ in _READS)
-
-
-def _ends_at(limit: int) -> Positions:
-    return lambda p, start, call: np.minimum(p, limit - 1)
-
-
-def _wraps_at(limit: int) -> Positions:
-    return lambda p, start, call: p % limit
+            yield mistake
+    for name, cause, rows, *which in _READS:
+        yield _read_mistake(f"cache_{name}", cause, _CACHE, reads(rows, *which))
 
 
 def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
     """Tables and rings that end just before the first wrong token, and windows that do."""
     calls, n = setting.calls or (len(setting.tokens),), len(setting.tokens)
     starts, stuck = start_of_tokens(calls), calls[0] + 1 if len(calls) > 1 else 0
-    for limit in (first + near for near in _NEAR):
-        if 1 <= limit < n and limit != stuck:  # that has a name among `_POSITIONS`
+    limits = [first + near for near in _NEAR if 1 <= first + near < n]
+    for limit in limits:
+        tables: list[tuple[str, str, Positions]] = [
+            ("ends", f"ends: positions from {limit} on are taken as {limit - 1}", lambda p, *_, limit=limit: np.minimum(p, limit - 1)),
+            ("wraps", f"wraps round: positions from {limit} on begin again at 0", lambda p, *_, limit=limit: p % limit),
+        ]  # fmt: skip
+        for name, words, positions in tables[limit == stuck :]:  # the first is then "stuck" of `_POSITIONS`
             yield Hypothesis(
-                "*.attn.hook_rot_[qk]", f"rope_table_ends_at_{limit}",
-                f"RoPE's table ends: positions from {limit} on are taken as {limit - 1}", "Make the table as long as the context.",
-                turned_at(_ends_at(limit)),
-            )  # fmt: skip
-        if 1 <= limit < n:
-            yield Hypothesis(
-                "*.attn.hook_rot_[qk]", f"rope_table_wraps_at_{limit}",
-                f"RoPE's table wraps round: positions from {limit} on begin again at 0", "Make the table as long as the context.",
-                turned_at(_wraps_at(limit)),
+                "*.attn.hook_rot_[qk]", f"rope_table_{name}_at_{limit}", f"RoPE's table {words}",
+                "Make the table as long as the context.", turned_at(positions),
             )  # fmt: skip
     if len(setting.calls) < 2:
         return
     start = int(starts[first])
     rings = range(start, start + calls[int(call_of_tokens(calls)[first])])  # the first that the call's writing overruns
-    rings = rings if len(rings) <= _RINGS else range(rings.start, rings.start + _RINGS)
-    for size in (size for size in rings if 1 <= size < n):
-        yield _sees_mistake(
-            f"ring_of_{size}",
-            f"the cache is a ring of {size} tokens that wraps too early",
-            _CACHE,
-            sees_in_calls(_ring(size)),
-        )
-    for size in (first + near for near in _NEAR if 1 <= first + near < n):
-        yield _sees_mistake(
-            f"window_of_{size}_in_decoding",
-            f"later calls see {size} tokens only, itself included",
-            _CACHE,
-            sees_in_calls(_narrow(size)),
-        )
+    views = [
+        (f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _ring(size))
+        for size in rings[:_RINGS]
+        if 1 <= size < n
+    ]
+    views += [
+        (f"window_of_{size}_in_decoding", f"later calls see {size} tokens only, itself included", _narrow(size))
+        for size in limits
+    ]
+    for name, cause, sees in views:
+        yield _sees_mistake(name, cause, _CACHE, sees_in_calls(sees))
 
 
 def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int | None:
@@ -434,8 +401,8 @@ def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int |
             continue
         mine = step.result.reshape(len(step.result), -1).astype(np.float64)
         with np.errstate(all="ignore"):
-            error = np.linalg.norm(theirs.reshape(mine.shape) - mine, axis=1) / np.linalg.norm(mine, axis=1)
-        wrong = np.flatnonzero(~(error <= _WRONG_ROW))
+            error = np.linalg.norm(theirs.reshape(mine.shape) - mine, axis=1)
+            wrong = np.flatnonzero(~(error <= _WRONG_ROW * np.linalg.norm(mine, axis=1)))
         if len(wrong):
             first = int(wrong[0]) if first is None else min(first, int(wrong[0]))
     return first
@@ -449,10 +416,9 @@ def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray
     call, sizes = call_of_tokens(calls), np.repeat(calls, calls)
     scopes = [("later_calls", "from the second call on", call > 0), ("first_call", "in the first call only", call == 0)]
     for size in sorted(set(calls))[:-1][:4]:
-        scopes.append(
-            (f"calls_over_{size}", f"in calls of more than {size} token{'s' * (size > 1)} only", sizes > size)
-        )
-        scopes.append((f"calls_up_to_{size}", f"in calls of up to {size} token{'s' * (size > 1)} only", sizes <= size))
+        count = f"{size} token{'s' * (size > 1)} only"
+        scopes.append((f"calls_over_{size}", f"in calls of more than {count}", sizes > size))
+        scopes.append((f"calls_up_to_{size}", f"in calls of up to {count}", sizes <= size))
     seen: list[bytes] = []
     for name, words, rows in scopes:
         if rows.tobytes() not in seen and (first is None or rows[first]):
@@ -462,13 +428,7 @@ def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray
 
 def _in_some_calls(calls: Calls, known: Sequence[Hypothesis], first: int | None) -> list[Hypothesis]:
     return [
-        replace(
-            h,
-            name=f"{h.name}_in_{name}",
-            cause=f"{h.cause}, {words}",
-            edit=_at_tokens(h.edit, rows.tobytes()),
-            fits=h.fits,
-        )
+        replace(h, name=f"{h.name}_in_{name}", cause=f"{h.cause}, {words}", edit=_at_tokens(h.edit, rows.tobytes()))
         for name, words, rows in _scopes(calls, first)
         for h in known
         if h.name not in _IMPOSSIBLE_IN_CALLS and not h.name.startswith(_OF_CALLS)
@@ -492,12 +452,3 @@ def _at_tokens(edit: Edit, tokens: bytes) -> Edit:
         return mixed
 
     return part
-
-
-# fmt: off
-HYPOTHESES = (
-    *(_position_mistake(f"positions_{name}", cause, _POSITION, turned_at(rule)) for name, cause, rule in _POSITIONS),
-    *(_sees_mistake(f"calls_{name}", cause, _MASK if "mask" in name or "future" in name else _CACHE, sees_in_calls(rule)) for name, cause, rule in _SEES),
-    *(_read_mistake(f"cache_{name}", cause, _CACHE, reads(rows, keys, values)) for name, cause, rows, keys, values in _READS),
-)
-BY_NAME = {each.name: each for each in HYPOTHESES}

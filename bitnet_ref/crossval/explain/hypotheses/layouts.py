@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families import family_of
 from ....families.family import Edit, Hypothesis, before, instead
+from ....formats.gguf.evidence import permute_rows, unpermute_rows
 from ....reference.layers import Array
 from ....reference.weights import LinearWeight
 from ..edits import interleaved
@@ -50,19 +50,12 @@ _BYTE, _QUARTER = _PLACES % 32, _PLACES // 32  # x86: weight j of a block is in 
 _ARM_PLACE = (_BYTE // 16) * 64 + _QUARTER * 16 + _BYTE % 16  # the place of the same bits in two ARM blocks of 64
 
 
-def interleaving(heads: int, head_dim: int) -> NDArray[np.int64]:
-    """Row order in which llama.cpp's converter stores q and k: the pair (j, j + d/2) of a head becomes (2j, 2j+1)."""
-    rows = np.arange(heads * head_dim).reshape(heads, 2, head_dim // 2)
-    return rows.swapaxes(1, 2).reshape(-1)
-
-
-def permuted(back: bool) -> Edit:
-    """A product or a bias of q or k with its rows in llama.cpp's order; back: with that order undone once too often."""
+def permuted(reorder: Callable[[Array, int], Array]) -> Edit:
+    """A product or a bias of q or k whose rows are reordered, as `permute_rows` does it, or undone once too often."""
 
     def edit(step: Step, compute: Edit, x: Array, second: Any, *rest: Any) -> Array:
         y = compute(x, second, *rest)
-        order = interleaving(y.shape[1] // step.setting.config.head_dim, step.setting.config.head_dim)
-        order = np.argsort(order) if back else order
+        order = reorder(np.arange(y.shape[1]), y.shape[1] // step.setting.config.head_dim)
         if isinstance(second, LinearWeight):
             return y[:, order]
         return compute(x, second[..., order])  # the product has them in that order already
@@ -79,13 +72,13 @@ def _is_query_product(step: Step) -> bool:
 
 def _permuted_and_interleaved(step: Step, compute: Edit, *inputs: Any) -> Array:
     turns = step.name.endswith(("hook_rot_q", "hook_rot_k"))
-    return instead(interleaved)(step, compute, *inputs) if turns else permuted(back=False)(step, compute, *inputs)
+    return instead(interleaved)(step, compute, *inputs) if turns else permuted(permute_rows)(step, compute, *inputs)
 
 
 def _pairs_adjacent(step: Step, compute: Edit, x: Array, cos: Array, sin: Array) -> Array:
     turned = 2 * cos.shape[-1]
     y = compute(x, cos, sin)
-    y[..., :turned] = y[..., interleaving(1, turned)]
+    y[..., :turned] = y[..., permute_rows(np.arange(turned), 1)]
     return y
 
 
@@ -119,10 +112,10 @@ HYPOTHESES = (
     Hypothesis(query_steps, "qk_permuted",
         "the rows of q and k are in llama.cpp's order for interleaved RoPE, but RoPE is half-split",
         "Un-permute q and k of `llama` architecture GGUF files; bitnet architectures are not permuted.",
-        permuted(back=False), _is_query_product),
+        permuted(permute_rows), _is_query_product),
     Hypothesis(query_steps, "qk_unpermuted_twice", "the rows of q and k were un-permuted though they were not permuted",
         "Only `llama` architecture GGUF files are permuted; bitnet ones and Hugging Face's are not.",
-        permuted(back=True), lambda step: step.setting.config.head_dim > 4 and _is_query_product(step)),
+        permuted(unpermute_rows), lambda step: step.setting.config.head_dim > 4 and _is_query_product(step)),
     Hypothesis(f"{query_steps} *.attn.hook_rot_q *.attn.hook_rot_k", "qk_permuted_with_interleaved_rope",
         "q and k are stored permuted and RoPE is interleaved, as in llama.cpp: an equal computation in another order",
         "Nothing is wrong: compare from the attention scores on.",

@@ -49,13 +49,10 @@ def _scale_by_thirds(step: Step, compute: Edit, acc: Array, w: TernaryLinear, x_
     return acc.astype(np.float32) * (scales[own][None, :] / x_quant_scale)
 
 
-def _is_of_three(step: Step) -> bool:
-    return dequantizes(step) and all(each is not None for each in _qkv(step))
-
-
 def _has_fewer_kv_heads(step: Step) -> bool:
-    config = step.setting.config
-    return _is_of_three(step) and config.num_attention_heads != config.num_key_value_heads  # else thirds are right
+    """Whether thirds of a BitLinear's three matrices are wrong."""
+    config, is_ternary = step.setting.config, dequantizes(step) and all(each is not None for each in _qkv(step))
+    return is_ternary and config.num_attention_heads != config.num_key_value_heads
 
 
 def masters_mistake(

@@ -36,14 +36,14 @@ def prompt_hypotheses(
 ) -> list[TokenHypothesis]:
     """Mistakes in encoding a prompt: `ids` are the reference's, `prompt` the text they were encoded from, if known."""
     right, bos = list(ids), tokenizer.bos_id if tokenizer else None
-    starts_with_bos = bos is None or right[0] == bos
+    starts_with_bos = bos is None or right[:1] == [bos]
     ends = tokenizer and len(candidate_ids) and candidate_ids[-1] in tokenizer.eos_ids
     # fmt: off
     hypotheses = [
         TokenHypothesis("bos_twice",
             "the prompt begins with BOS twice: the template writes it and the tokenizer adds it",
             "Encode a rendered template with add_special_tokens off, or strip the second BOS.",
-            lambda: [right[0], *right] if starts_with_bos else None),
+            lambda: [*right[:1], *right] if starts_with_bos else None),
         TokenHypothesis("bos_missing", "the prompt does not begin with BOS",
             "Add BOS: the model has never seen a text without it.", lambda: right[1:] if starts_with_bos else None),
         TokenHypothesis("eos_appended", "the tokenizer put an end token after the prompt",
@@ -51,8 +51,9 @@ def prompt_hypotheses(
     ]
     # fmt: on
     if tokenizer is not None and prompt is not None:
-        changes = (partial(_encode_changed, tokenizer, prompt, change) for *_, change in _TEXT_CHANGES)
-        hypotheses += [TokenHypothesis(*h[:3], change) for h, change in zip(_TEXT_CHANGES, changes, strict=True)]
+        for name, cause, remedy, change in _TEXT_CHANGES:
+            wrong = partial(_encode_changed, tokenizer, prompt, change)
+            hypotheses.append(TokenHypothesis(name, cause, remedy, wrong))
         hypotheses.append(
             TokenHypothesis(
                 "special_tokens_as_text",
