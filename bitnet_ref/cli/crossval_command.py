@@ -204,6 +204,8 @@ def trace(model: str, files: tuple[Path, ...], no_causes: bool, budget: float, s
     if further and options["receipt"] is not None:
         raise click.UsageError("--receipt is of one trace; give it one file")
     if not further and is_training_trace(file):
+        if options["html_path"] is not None or options["receipt"] is not None:
+            raise click.UsageError("--html and --receipt are of a trace of a run, and this is of a training step")
         verdict = cross_gradients(find_model(model), file)
         report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
         return
