@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,7 +208,7 @@ def trace(model: str, files: tuple[Path, ...], no_causes: bool, budget: float, s
         if options["html_path"] is not None or options["receipt"] is not None:
             raise click.UsageError("--html and --receipt are of a trace of a run, and this is of a training step")
         verdict = cross_gradients(find_model(model), file)
-        report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
+        report(asdict(verdict), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
         return
     with Trace(file) as opened:
         ids = opened.token_ids
@@ -399,7 +400,7 @@ def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | lis
     loaded = load_reference(model)
     with LoadingBar("measuring"):
         bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
-    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
+    report({"model": model, **asdict(bench)}, lambda out: _draw_precision(bench, out))
 
 
 @crossval.command(short_help="Check a receipt by running its comparisons again.")
