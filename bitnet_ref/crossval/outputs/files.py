@@ -194,13 +194,10 @@ def _read_npz(path: Path) -> dict[str, Any]:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise FormatError("is no archive of arrays; write it with numpy.savez", path=path)
             with archive as arrays:
-                for info in (
-                    arrays.zip.infolist() if arrays.zip is not None else ()
-                ):  # an array that is much larger than its file is not read
-                    if info.file_size > max(MAX_BYTES, 8 * size):
-                        raise FormatError(
-                            f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename
-                        )
+                for info in arrays.zip.infolist() if arrays.zip is not None else ():
+                    if info.file_size > max(MAX_BYTES, 8 * size):  # much larger than its file: it is not read
+                        message = f"is {info.file_size} bytes in a file of {size}"
+                        raise FormatError(message, path=path, field=info.filename)
                 out: dict[str, Any] = {name: arrays[name] for name in arrays.files}
         except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise FormatError(f"is not a .npz file: {error}", path=path) from error
