@@ -152,21 +152,13 @@ def trace_metadata(
 
 
 def write_trace(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Array],
-    token_ids: Sequence[int],
-    *,
-    engine: str,
-    prompt: str | None = None,
-    engine_dtype: str = "float32",
-    calls: Sequence[Any] | None = None,
-    sequences: Sequence[int] | None = None,
+    path: str | os.PathLike[str], tensors: Mapping[str, Array], token_ids: Sequence[int], **facts: Any
 ) -> None:
-    """Write arrays as a trace, for a script around another engine. Raises FormatError for a dtype it cannot hold."""
-    path = Path(path)
-    metadata = trace_metadata(
-        token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype, calls=calls, sequences=sequences
-    )
+    """Write arrays as a trace, for a script around another engine. facts: as of `trace_metadata`.
+
+    Raises FormatError for a dtype it cannot hold.
+    """
+    path, metadata = Path(path), trace_metadata(token_ids, **facts)
     with atomic_path(path) as temporary:
         write_arrays(temporary, {name: storable(name, array, path) for name, array in tensors.items()}, metadata)
 
