@@ -101,17 +101,15 @@ def _read_run(
     text: str | None = None
     ids: Ids
     if messages is not None:
-        ids = model.tokenizer.apply_chat_template(messages, tokenize=True)
-        if (listed := _ids(given.get("prompt"))) is not None:
-            ids = listed
+        listed = _ids(given.get("prompt"))
+        ids = model.tokenizer.apply_chat_template(messages, tokenize=True) if listed is None else listed
     elif isinstance(said, str):
         text, ids = said, model.tokenizer.encode(said)
     else:
-        listed = _ids(said)
-        if not listed:
-            raise refuse("prompt", "a text, or token ids")
-        ids = listed
-        text = given["text"] if isinstance(given.get("text"), str) else _text_of(model, listed)
+        ids = _ids(said) or []
+        text = given["text"] if isinstance(given.get("text"), str) else _text_of(model, ids)
+    if not ids:  # of "" too, where the tokenizer puts no BOS before it
+        raise refuse("prompt", "a text, or token ids")
     outside = next((token for token in ids if token >= model.config.vocab_size), None)
     if outside is not None:
         limit = f"ids below {model.config.vocab_size}, the model's vocabulary"
@@ -122,7 +120,7 @@ def _read_run(
     if finish not in _FINISH:
         raise refuse("finish_reason", '"stop" or "length"')
     dtype = given.get("engine_dtype", "float32")
-    if dtype not in LOGITS_ROUNDING:
+    if dtype not in [*LOGITS_ROUNDING]:  # it may be a list, which has no hash
         raise refuse("engine_dtype", " or ".join(LOGITS_ROUNDING))
     if asked is not None and not (type(asked) is int and asked > 0):
         raise refuse("max_tokens", "a number of tokens")
