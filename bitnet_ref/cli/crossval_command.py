@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends.options import ComputeOptions
-from ..errors import ConfigError
 from .doctor_command import CheckRows, draw_verdict
 from .generation_options import (
     apply_options,
@@ -243,16 +242,13 @@ def record(
     If FILE is a folder or ends in "/", or several --runs are asked for, each run is written to a file of its own in it:
     short, long, decode (token by token), pieces (calls of 3, 8, 1 tokens), batch (two sequences at once).
     """
-    from ..crossval.runs import DEFAULT_RUNS, FEW_NAMES, plan, record_run
+    from ..crossval.runs import DEFAULT_RUNS, FEW_NAMES, check_runs, plan, record_run
     from ..crossval.trace import Trace
 
     loaded, ids = load_and_encode(model, text, **options)
     is_folder = file.is_dir() or len(runs or ()) > 1
+    check_runs(loaded.config, ids, runs or ())
     plans = plan(loaded.config, ids, runs or (DEFAULT_RUNS if is_folder else ("short",)))
-    if not plans:
-        raise ConfigError(
-            f"{', '.join(runs or ())} cannot be made of {len(ids)} tokens: give two or more", field="runs"
-        )
     if is_folder:
         file.mkdir(exist_ok=True)
     every = []
@@ -308,10 +304,11 @@ def _register(name: str, summary: str) -> None:
         **options: Any,
     ) -> None:
         from ..crossval import cross_engine, long_tokens
-        from ..crossval.runs import DEFAULT_RUNS
+        from ..crossval.runs import DEFAULT_RUNS, check_runs
 
         loaded, ids = load_and_encode(model, text)
         loaded.check_tokens(ids)
+        check_runs(loaded.config, ids, runs or ())
         chosen = runs or tuple(each for each in DEFAULT_RUNS if text is None or each != "long")
         long = long_tokens(loaded.config) if "long" in chosen else None
         crossings = cross_engine(name, model, ids, python=python, only=only or None, long=long, runs=chosen)

@@ -17,6 +17,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
 from ..backends.record import NamesFilter, Recorder, check_matched
 from ..backends.run import run
+from ..errors import ConfigError, count_of
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
@@ -83,6 +84,15 @@ def plan(config: ModelConfig, tokens: Sequence[int], names: Sequence[str] = DEFA
         other = ids[::-1][: max(1, n * 2 // 3)]
         plans["batch"] = RunPlan("batch", (*ids, *other), (), (n, len(other)))
     return [plans[name] for name in RUNS if name in plans and name in names]
+
+
+def check_runs(config: ModelConfig, tokens: Sequence[int], names: Sequence[str]) -> None:
+    """Raises ConfigError for a run that `plan` leaves out."""
+    made = [each.name for each in plan(config, tokens, names)]
+    if lacking := [name for name in names if name not in made]:
+        what = f"{', '.join(lacking)} cannot be made of {count_of(len(tokens), 'token')}"
+        why = "decode, pieces and batch take two tokens or more, long a longer context"
+        raise ConfigError(f"{what} in a context of {config.context_length}: {why}", field="runs")
 
 
 def pieces_of(n: int) -> tuple[int, ...]:

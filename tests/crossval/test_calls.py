@@ -235,6 +235,16 @@ def test_record_writes_a_folder_of_runs(tmp_path):
     assert CliRunner().invoke(cli, ["crossval", "trace", str(CASE), str(tmp_path)]).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["record", "onnxruntime"])
+def test_runs_that_cannot_be_made_are_refused(command, tmp_path):
+    """Also beside one that can."""
+    out = [str(tmp_path / "runs")] * (command == "record")
+    result = CliRunner().invoke(cli, ["crossval", command, str(CASE), *out, "--runs", "short,decode", "--tokens", "1"])
+    assert result.exit_code == 2, result.output
+    assert "--runs: decode cannot be made of 1 token in a context of" in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("run", ["short", "decode", "batch"])
 def test_names_that_no_tensor_has_are_refused(run, tmp_path):
     path = tmp_path / "run.safetensors"
