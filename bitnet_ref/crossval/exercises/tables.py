@@ -11,9 +11,9 @@ from .declare import exercise, exercise_texts
 def judged_by_table(name: str) -> None:
     """Declares the exercise `name` of `assets/exercises`, of which the right answer is that of its solution.
 
-    There `mistakes` are sentence -> the numbers that are wrong so, and `hint` is said of all others. With `stems`, as a
-    word of a right answer begins, they are sentence -> stems. A set has `choices` instead: all of them, and why each
-    is a member or is none. `right`: what is said of a right answer.
+    There `mistakes` are sentence -> the numbers that are wrong so, and `hint` is said of all others; a right number may
+    be off by `within`. With `stems`, as a word of a right answer begins, they are sentence -> stems. A set has
+    `choices` instead: all of them, and why each is a member or is none. `right`: what is said of a right answer.
     """
     text = exercise_texts()[name]
 
@@ -24,8 +24,9 @@ def judged_by_table(name: str) -> None:
             return str(text["right"])
         solution: dict[str, Any] = {}
         exec(text["solution"], solution)
+        right = solution[text["answer"]]
         if "choices" in text:
-            expect_set(answer, solution[text["answer"]], text["choices"])
+            expect_set(answer, right, text["choices"])
         else:
-            expect_number(answer, solution[text["answer"]], mistakes=text["mistakes"], hint=text["hint"])
+            expect_number(answer, right, within=text.get("within", 0), mistakes=text["mistakes"], hint=text["hint"])
         return str(text["right"])

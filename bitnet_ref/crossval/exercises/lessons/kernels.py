@@ -463,19 +463,7 @@ def one_order_for_a_sum(answer: Any) -> str:
     )
 
 
-@exercise("8.6")
-def share_of_the_memory(answer: Any) -> str:
-    right = 1.18 / 1.33e-3 / 4200
-    mistakes = {
-        "That is the percentage; a share between 0 and 1 is wanted.": 100 * right,
-        "That is how many times as fast the memory is: the share is 1 over it.": 1 / right,
-        "Those are the GB/s that a step reads. What share of 4,200 GB/s is that?": 1.18 / 1.33e-3,
-        "The head is read, too: 0.66 GB.": 0.52 / 1.33e-3 / 4200,
-        "The ternary weights are read, too: 0.52 GB.": 0.66 / 1.33e-3 / 4200,
-        "That is with the time between two steps, in which the card waits; take a step on the card.": 1.18 * 568 / 4200,
-    }
-    expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
-    return "A fifth. So the card waits for something else than memory, most of the time. For what?"
+judged_by_table("8.6")
 
 
 @exercise("8.fixed")

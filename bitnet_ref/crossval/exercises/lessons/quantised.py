@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Set
 from types import CodeType
 from typing import Any
@@ -19,7 +18,7 @@ from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryWeight
-from ..answers import as_array, as_number, as_parts, expect_array, expect_names, expect_number, expect_set
+from ..answers import as_array, as_number, as_parts, expect_array, expect_names, expect_number
 from ..declare import Wrong, draws, exercise, run, said_of
 from ..tables import judged_by_table
 
@@ -672,14 +671,4 @@ def trap_of(patient: Model, model: Model) -> str:
     return "none" if all(a.w_dequant_scale == b.w_dequant_scale for a, b in ternary) else "scale"
 
 
-@exercise("5.8")
-def faults_that_show(answer: Any) -> str:
-    if isinstance(answer, str) and re.fullmatch("[abc]{2,3}", answer.strip().lower()):
-        answer = list(answer.strip())
-    choices = {
-        "a": "A scale is a number above zero, and NaN is none.",
-        "b": "Three codes are weights; the fourth is none.",
-        "c": "Codes 0 and 1 are both weights: only who knows the right one can tell.",
-    }
-    expect_set(answer, {"a", "b"}, choices)
-    return "The third is the one that a hash of the content is for."
+judged_by_table("5.8")
