@@ -37,20 +37,7 @@ def codes_of_neighbours(answer: Any) -> str:
     return "Now: which columns lie in the lowest two bits of the four bytes?"
 
 
-@exercise("4.2")
-def columns_of_a_shift(answer: Any) -> str:
-    mistakes = {
-        "those are the four columns of one byte; & 3 takes one of each of four bytes": [0, 1, 2, 3],
-        "those are in the highest bits": [3, 7, 11, 15],
-        "those are the numbers of the bytes; a byte holds four columns": [0, 1, 2, 3],
-        "they begin at 0": [1, 5, 9, 13],
-        "a byte holds four columns, not two": [0, 2, 4, 6],
-        "those are four bytes apart; the bytes are neighbours": [0, 16, 32, 48],
-    }
-    expect_array(np.sort(as_array(answer).ravel()), [0, 4, 8, 12], mistakes=mistakes)
-    return "The activations would have to be gathered from four places, for every register."
-
-
+judged_by_table("4.2")
 judged_by_table("4.3")
 
 
