@@ -27,7 +27,7 @@ from ..system.lazy import lazy_property
 from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
 from .paged_cache import CacheSpec, EngineKVCache
-from .record import NamesFilter, Recorder
+from .record import NamesFilter, Recorder, check_matched
 from .run import Logits, TokenLogits, run, run_greedy, run_hidden
 
 if TYPE_CHECKING:
@@ -335,11 +335,7 @@ class LoadedModel:
         observed = observe(self.backend, recorder)
         cache = self.new_cache(1, len(tokens))
         logits = run(observed, self.weights, self.config, TokenBatch.of([(0, 0, tokens)]), cache).all()
-        if not recorder.seen and names_filter is not None and names_filter != []:
-            raise GenerationError(
-                f"names_filter matches none of this model's tensors: {describe(names_filter)}; names are like "
-                "'blocks.0.attn.hook_pattern' or 'blocks.0.mlp.down_proj.hook_acc_int32', and * matches any text"
-            )
+        check_matched(recorder.seen, names_filter)
         return logits, recorder.seen
 
     def on(self, backend: Backend, *, in_steps: bool = False) -> Self:

@@ -33,14 +33,14 @@ Of the families that have them (docs/families.md):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from ..errors import NumericsError
+from ..errors import GenerationError, NumericsError, describe
 from ..families import also_recorded
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
@@ -64,6 +64,15 @@ def match_names(names_filter: NamesFilter) -> Callable[[str], bool]:
         return names_filter
     globs = (names_filter,) if isinstance(names_filter, str) else tuple(names_filter)
     return lambda name: any(fnmatchcase(name, glob) for glob in globs)
+
+
+def check_matched(recorded: Collection[str], names_filter: NamesFilter) -> None:
+    """Raises GenerationError for a filter that none of a run's tensors matches."""
+    if not recorded and names_filter is not None and names_filter != []:
+        raise GenerationError(
+            f"names_filter matches none of this model's tensors: {describe(names_filter)}; names are like "
+            "'blocks.0.attn.hook_pattern' or 'blocks.0.mlp.down_proj.hook_acc_int32', and * matches any text"
+        )
 
 
 class RecordedTensors(dict[str, Array]):

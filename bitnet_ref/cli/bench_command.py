@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +27,7 @@ from .bench_shared import (
     subject_options,
 )
 from .generation_options import content_of
-from .shell import LoadingBar, common_options, size_in_words
+from .shell import LoadingBar, common_options, report, size_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,7 +176,7 @@ def cache(model: str, text: str | None, backend: str, threads: int | None) -> No
         columns = ("cache", "bytes/token", "max logit error", "mean KL", "max KL", "same greedy choice")
         draw_table(out, columns, rows)
 
-    report_bench(result, draw, model=model)
+    report({"model": model, **asdict(result)}, draw)
 
 
 for command in (kernels, model, serve, cache):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..backends import Backend
     from ..benchmark.serve import Load
     from ..benchmark.timing import Conditions, Record
-    from ..crossval.precision import CacheBench
     from ..serving import EngineConfig
 
 MAX_NUMBER = 1 << 20
@@ -209,7 +208,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def report_bench(result: Record | CacheBench, draw: Callable[[Console], None], **facts: Any) -> None:
+def report_bench(result: Record, draw: Callable[[Console], None], **facts: Any) -> None:
     """Write JSON (with the facts) or draw, and exit with 1 if something differs from the reference."""
     report({**facts, **result.to_dict()}, draw, 0 if getattr(result, "equal", True) else DIFFERS)
 

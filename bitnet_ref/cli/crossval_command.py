@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends.options import ComputeOptions
-from ..errors import ConfigError
 from .doctor_command import CheckRows, draw_verdict
 from .generation_options import (
     apply_options,
@@ -204,8 +204,10 @@ def trace(model: str, files: tuple[Path, ...], no_causes: bool, budget: float, s
     if further and options["receipt"] is not None:
         raise click.UsageError("--receipt is of one trace; give it one file")
     if not further and is_training_trace(file):
+        if options["html_path"] is not None or options["receipt"] is not None:
+            raise click.UsageError("--html and --receipt are of a trace of a run, and this is of a training step")
         verdict = cross_gradients(find_model(model), file)
-        report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
+        report(asdict(verdict), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
         return
     with Trace(file) as opened:
         ids = opened.token_ids
@@ -240,16 +242,13 @@ def record(
     If FILE is a folder or ends in "/", or several --runs are asked for, each run is written to a file of its own in it:
     short, long, decode (token by token), pieces (calls of 3, 8, 1 tokens), batch (two sequences at once).
     """
-    from ..crossval.runs import DEFAULT_RUNS, FEW_NAMES, plan, record_run
+    from ..crossval.runs import DEFAULT_RUNS, FEW_NAMES, check_runs, plan, record_run
     from ..crossval.trace import Trace
 
     loaded, ids = load_and_encode(model, text, **options)
     is_folder = file.is_dir() or len(runs or ()) > 1
+    check_runs(loaded.config, ids, runs or ())
     plans = plan(loaded.config, ids, runs or (DEFAULT_RUNS if is_folder else ("short",)))
-    if not plans:
-        raise ConfigError(
-            f"{', '.join(runs or ())} cannot be made of {len(ids)} tokens: give two or more", field="runs"
-        )
     if is_folder:
         file.mkdir(exist_ok=True)
     every = []
@@ -305,10 +304,11 @@ def _register(name: str, summary: str) -> None:
         **options: Any,
     ) -> None:
         from ..crossval import cross_engine, long_tokens
-        from ..crossval.runs import DEFAULT_RUNS
+        from ..crossval.runs import DEFAULT_RUNS, check_runs
 
         loaded, ids = load_and_encode(model, text)
         loaded.check_tokens(ids)
+        check_runs(loaded.config, ids, runs or ())
         chosen = runs or tuple(each for each in DEFAULT_RUNS if text is None or each != "long")
         long = long_tokens(loaded.config) if "long" in chosen else None
         crossings = cross_engine(name, model, ids, python=python, only=only or None, long=long, runs=chosen)
@@ -397,7 +397,7 @@ def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | lis
     loaded = load_reference(model)
     with LoadingBar("measuring"):
         bench = measure_precision(loaded, backend, dtypes or DTYPES, text)
-    report({"model": model, **bench.to_dict()}, lambda out: _draw_precision(bench, out))
+    report({"model": model, **asdict(bench)}, lambda out: _draw_precision(bench, out))
 
 
 @crossval.command(short_help="Check a receipt by running its comparisons again.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def perplexity(
     facts = {
         "model": model,
         "texts": [_identity(path, text) for path, text in zip(texts, documents, strict=True)],
-        "results": [result.to_dict() for result in results],
+        "results": [asdict(result) for result in results],
     }
     report(facts, lambda out: draw(results, out))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shlex
 import sys
 from dataclasses import asdict, replace
@@ -130,4 +129,4 @@ def train_tokenizer(texts: tuple[Path, ...], out: Path, vocab: int) -> None:
     with LoadingBar("reading the texts") as bar:
         size = train_sentencepiece(texts, out, vocab, progress=bar)
     facts = {"folder": str(out), "vocab_size": size}
-    click.echo(json.dumps(facts) if wants_json() else f"{out / 'tokenizer.model'}: {size} tokens")
+    report(facts, f"{out / 'tokenizer.model'}: {size} tokens")

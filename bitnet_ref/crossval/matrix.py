@@ -24,7 +24,7 @@ from ..formats.open import find_model
 from ..formats.safetensors import SafetensorsFile
 from ..system.atomic import atomic_path
 from ..system.sharing import file_identity, model_files
-from ..system.workers import Here, Workers
+from ..system.workers import Workers
 from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, default_tokens
 from .receipt import make_receipt, read_receipt, write_receipt
@@ -49,9 +49,9 @@ def compute_matrix(
     models: Sequence[str],
     engines: Sequence[str],
     folder: Path,
-    pythons: Mapping[str, str] | None = None,
-    report: Callable[[str], None] = lambda line: None,
-    workers: Workers | None = None,
+    pythons: Mapping[str, str],
+    report: Callable[[str], None],
+    workers: Workers,
 ) -> list[Cell]:
     """Every model on every engine. The receipts are in `folder`, and those that are there already are used.
 
@@ -77,11 +77,11 @@ def compute_matrix(
             receipt = _finished(path, model, tokens)
             report(f"{source}, {engine}: {'kept' if receipt else 'computing'}")
             if receipt is None:
-                tasks.append((source, engine, (pythons or {}).get(engine)))
+                tasks.append((source, engine, pythons.get(engine)))
                 places.append(path)
             else:
                 cells[source, engine] = _cell(source, engine, receipt, path)
-    for index, receipt in (workers or Here(None)).map(compute_receipt, tasks):
+    for index, receipt in workers.map(compute_receipt, tasks):
         source, engine, _ = tasks[index]
         write_receipt(places[index], receipt)
         cells[source, engine] = _cell(source, engine, receipt, places[index])

@@ -20,7 +20,7 @@ divided layers, and as text. What is compared, and how strictly:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle, pairwise, product, takewhile
 from typing import Any
@@ -61,9 +61,6 @@ class PathCheck:
     passed: bool
     compared: int  # numbers or tokens
     detail: str  # what is equal, how far apart, or the first difference
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 OnCheck = Callable[[str, PathCheck], None]  # on_check(backend, check): called when a check is done, to show it

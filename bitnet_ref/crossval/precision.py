@@ -27,8 +27,7 @@ of 1/127 is larger than either rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,10 +84,6 @@ class PrecisionBench:
     errors: tuple[PrecisionError, ...]
     continued: int
     same_tokens: dict[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
-        return asdict(self)
 
 
 def measure_precision(
@@ -171,10 +166,6 @@ class CacheBench:
     backend: str
     tokens: int
     errors: tuple[CacheError, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
-        return asdict(self)
 
 
 def measure_cache(

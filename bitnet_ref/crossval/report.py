@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,7 @@ class Crossing:
             "comparisons": [describe(comparison) for comparison in self.comparisons],
             "long": [describe(comparison) for comparison in self.long],
             "runs": [each.to_dict() for each in self.runs],
-            "paths": [check.to_dict() for check in self.paths],
+            "paths": [asdict(check) for check in self.paths],
             "rule": self.rule,
             "contract": None if self.contract is None else describe(self.contract),
             "greedy": None if self.greedy is None else self.greedy.to_dict(),

@@ -15,9 +15,10 @@ import numpy as np
 
 from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
-from ..backends.record import NamesFilter, Recorder
+from ..backends.record import NamesFilter, Recorder, check_matched
 from ..backends.run import run
-from ..reference.cache import TokenBatch
+from ..errors import ConfigError, count_of
+from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from .calls import sizes_in_words
@@ -85,6 +86,15 @@ def plan(config: ModelConfig, tokens: Sequence[int], names: Sequence[str] = DEFA
     return [plans[name] for name in RUNS if name in plans and name in names]
 
 
+def check_runs(config: ModelConfig, tokens: Sequence[int], names: Sequence[str]) -> None:
+    """Raises ConfigError for a run that `plan` leaves out."""
+    made = [each.name for each in plan(config, tokens, names)]
+    if lacking := [name for name in names if name not in made]:
+        what = f"{', '.join(lacking)} cannot be made of {count_of(len(tokens), 'token')}"
+        why = "decode, pieces and batch take two tokens or more, long a longer context"
+        raise ConfigError(f"{what} in a context of {config.context_length}: {why}", field="runs")
+
+
 def pieces_of(n: int) -> tuple[int, ...]:
     """n tokens in calls of 3, 8, 1, 3, 8, 1 ... tokens.
 
@@ -105,9 +115,7 @@ def run_in_calls(
     parts: dict[str, list[Array]] = {}
     for size in calls:
         batch = TokenBatch.of([(0, start, ids[start : start + size])])
-        recorder = Recorder(model.backend, model.config, names)
-        run(observe(model.backend, recorder), model.weights, model.config, batch, cache)
-        for name, array in recorder.seen.items():
+        for name, array in _record(model, batch, cache, names).items():
             parts.setdefault(name, []).append(array)
         start += size
     return {name: join_calls(name, arrays, start) for name, arrays in parts.items()}
@@ -126,10 +134,15 @@ def run_batch(model: LoadedModel, parts: Sequence[Sequence[int]], names: NamesFi
     """The tensors of several sequences that are computed in one call, laid end to end."""
     ids = [model.check_tokens(part) for part in parts]
     batch = TokenBatch.of([(slot, 0, own) for slot, own in enumerate(ids)])
+    seen = _record(model, batch, model.new_cache(len(ids), max(map(len, ids))), names)
+    return {name: _apart(name, array, list(map(len, ids))) for name, array in seen.items()}
+
+
+def _record(model: LoadedModel, batch: TokenBatch, cache: KVCache, names: NamesFilter) -> dict[str, Array]:
     recorder = Recorder(model.backend, model.config, names)
-    cache = model.new_cache(len(ids), max(map(len, ids)))
     run(observe(model.backend, recorder), model.weights, model.config, batch, cache)
-    return {name: _apart(name, array, list(map(len, ids))) for name, array in recorder.seen.items()}
+    check_matched(recorder.seen, names)
+    return recorder.seen
 
 
 def _apart(name: str, array: Array, lengths: Sequence[int]) -> Array:

@@ -25,11 +25,11 @@ import numpy as np
 
 from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
-from ..backends.record import NamesFilter, Recorder
+from ..backends.record import NamesFilter, Recorder, check_matched
 from ..backends.run import run
 from ..errors import FormatError, printable
 from ..formats.hashes import config_hash, weight_hash
-from ..formats.safetensors import DTYPES, SafetensorsFile
+from ..formats.safetensors import DTYPES, SafetensorsFile, write_arrays
 from ..reference.cache import TokenBatch
 from ..reference.layers import Array
 from ..system.atomic import atomic_path
@@ -112,6 +112,7 @@ def record_to_file(
     """Run the model over the tokens and write the tensors whose names match (None: all) while they are computed.
 
     -> logits (T, V). The file appears under its name only when it is complete. Float64 tensors are rounded to float32.
+    Raises GenerationError for names that match no tensor.
     """
     ids = model.check_tokens(tokens)
     batch = TokenBatch.of([(0, 0, ids)])
@@ -122,7 +123,9 @@ def record_to_file(
         writer = TraceWriter(temporary, metadata, op_order(model.config))
         observed = observe(model.backend, _FileRecorder(model, names, writer))
         try:
-            return run(observed, model.weights, model.config, batch, model.new_cache(1, len(ids))).all()
+            logits = run(observed, model.weights, model.config, batch, model.new_cache(1, len(ids))).all()
+            check_matched(writer.entries, names)
+            return logits
         finally:
             writer.close()
 
@@ -149,26 +152,15 @@ def trace_metadata(
 
 
 def write_trace(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Array],
-    token_ids: Sequence[int],
-    *,
-    engine: str,
-    prompt: str | None = None,
-    engine_dtype: str = "float32",
-    calls: Sequence[Any] | None = None,
-    sequences: Sequence[int] | None = None,
+    path: str | os.PathLike[str], tensors: Mapping[str, Array], token_ids: Sequence[int], **facts: Any
 ) -> None:
-    """Write arrays as a trace, for a script around another engine. Raises FormatError for a dtype it cannot hold."""
-    from safetensors.numpy import save  # here, so that traces are read where it is not installed: in a browser
+    """Write arrays as a trace, for a script around another engine. facts: as of `trace_metadata`.
 
-    path = Path(path)
-    metadata = trace_metadata(
-        token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype, calls=calls, sequences=sequences
-    )
-    data = save({name: storable(name, array, path) for name, array in tensors.items()}, metadata)
+    Raises FormatError for a dtype it cannot hold.
+    """
+    path, metadata = Path(path), trace_metadata(token_ids, **facts)
     with atomic_path(path) as temporary:
-        temporary.write_bytes(data)
+        write_arrays(temporary, {name: storable(name, array, path) for name, array in tensors.items()}, metadata)
 
 
 @dataclass(frozen=True)

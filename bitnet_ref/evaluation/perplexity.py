@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,6 @@ class Perplexity:
     seconds: float
     tokens_per_s: float
     backend: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # -- protocols: (tokenizer, texts, length) -> windows ------------------------------------------------------------------

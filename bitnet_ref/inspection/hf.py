@@ -156,12 +156,11 @@ class HfInspector(Inspector):
         self.add_tensors(stored)
         if not stored and self.path.is_dir():
             files = sorted(self.folder.iterdir())
-            if others := [path.name for path in files if path.suffix == ".onnx"]:
-                self.out.report("note", "weights", f"there is {', '.join(others[:3])}: give that file itself")
-            elif others := [path.name for path in files if path.suffix in (".bin", ".pt", ".pth")]:
-                self.out.report(
-                    "note", "weights", f"there is {', '.join(others[:3])}: pickles are not read, they run code"
-                )
+            onnx = [path.name for path in files if path.suffix == ".onnx"]
+            pickles = [path.name for path in files if path.suffix in (".bin", ".pt", ".pth")]
+            if others := onnx or pickles:
+                why = "give that file itself" if onnx else "pickles are not read, they run code"
+                self.out.report("note", "weights", f"there is {', '.join(others[:3])}: {why}")
 
     def load_tokenizer(self) -> Tokenizer | None:
         names = ("tokenizer.json", "tokenizer.model")

@@ -235,6 +235,26 @@ def test_record_writes_a_folder_of_runs(tmp_path):
     assert CliRunner().invoke(cli, ["crossval", "trace", str(CASE), str(tmp_path)]).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["record", "onnxruntime"])
+def test_runs_that_cannot_be_made_are_refused(command, tmp_path):
+    """Also beside one that can."""
+    out = [str(tmp_path / "runs")] * (command == "record")
+    result = CliRunner().invoke(cli, ["crossval", command, str(CASE), *out, "--runs", "short,decode", "--tokens", "1"])
+    assert result.exit_code == 2, result.output
+    assert "--runs: decode cannot be made of 1 token in a context of" in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("run", ["short", "decode", "batch"])
+def test_names_that_no_tensor_has_are_refused(run, tmp_path):
+    path = tmp_path / "run.safetensors"
+    command = ["crossval", "record", str(CASE), str(path), "--runs", run, "--names", "blocks.0.hook_q"]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 2, result.output
+    assert "matches none of this model's tensors" in result.output
+    assert not path.exists()
+
+
 # -- causes ------------------------------------------------------------------------------------------------------------
 
 SAMPLE = ("positions_restart", "ring_of_20", "row_before", "cache_of_other", "padding_bleeds", "conv_after_silu")

@@ -67,7 +67,7 @@ def test_record_trace_receipt_verify(tmp_path):
     assert invoke("record", CASE, tmp_path / "f64", "--tokens", "1", "--dtype", "float64").exit_code == 0
     alone = invoke("record", CASE, tmp_path / "alone", "--tokens", "1", "--runs", "decode")
     assert alone.exit_code == 2
-    assert "decode cannot be made of 1 tokens" in alone.output
+    assert "decode cannot be made of 1 token" in alone.output
     with Trace(tmp_path / "few") as few:
         assert list(few) == ["hook_embed"]
     result = invoke("trace", CASE, path, "--receipt", receipt, "--html", page)

@@ -2932,3 +2932,5 @@ def test_ours_calls_no_function_of_the_student(capsys):
 
 def test_without_a_model_a_tensor_is_refused():
     assert "needs Check(model, tokens)" in Check().judge("hook_embed", [1.0]).text
+    named = Check(model("storyteller", "numpy"), PASSAGE).judge(9.9, [1.0]).text
+    assert "No tensor is called '9.9'" in named

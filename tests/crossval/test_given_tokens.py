@@ -9,8 +9,11 @@ import pytest
 from cli_runs import BACKEND, invoke, invoke_json
 from helpers import GOLDEN, first_where, model
 
+import bitnet_ref
 from bitnet_ref.crossval.outputs.causes import explain_tokens, judge_tokens
+from bitnet_ref.crossval.outputs.files import read_runs
 from bitnet_ref.crossval.outputs.given import GivenRun
+from bitnet_ref.errors import FormatError
 
 FOLDER = Path(__file__).parents[2] / "crossval"
 sys.path.insert(0, str(FOLDER))
@@ -186,6 +189,7 @@ def test_the_shell_says_what_differs(engine, tmp_path, monkeypatch):
         ('{"prompt": [99999], "tokens": [5]}', "ids below 4096"),
         ('{"prompt": [1], "tokens": [5], "finish_reason": 3}', "finish_reason: run 1"),
         ('{"prompt": [1], "tokens": [5], "engine_dtype": "int4"}', "engine_dtype: run 1"),
+        ('{"prompt": [1], "tokens": [5], "engine_dtype": ["float16"]}', "engine_dtype: run 1"),
         ('{"prompt": [1], "tokens": [5]', "not valid JSON"),
         ("[1, 2]", "expected objects"),
     ],
@@ -196,6 +200,14 @@ def test_bad_files(text, said, tmp_path):
     assert result.exit_code == 3
     assert said in result.output
     assert str(tmp_path / "runs") in result.output
+
+
+def test_an_empty_text_without_bos_is_no_prompt(tmp_path, monkeypatch):
+    m = bitnet_ref.load("storyteller", backend="numpy")
+    monkeypatch.setattr(m.tokenizer, "encode", lambda text: [])
+    (tmp_path / "runs").write_text('{"prompt": "", "tokens": [5, 6]}')
+    with pytest.raises(FormatError, match="prompt: run 1: expected a text, or token ids"):
+        read_runs(tmp_path / "runs", m)
 
 
 def test_no_such_file(tmp_path):

@@ -84,6 +84,10 @@ def test_the_command(step, tmp_path):
         done = CliRunner().invoke(cli, ["crossval", "trace", str(folder), str(tmp_path / "trace.safetensors")])
         assert done.exit_code == code, done.output
         assert words in " ".join(done.stdout.split())
+    command = ["crossval", "trace", str(folder), str(tmp_path / "trace.safetensors"), "--receipt", str(tmp_path / "r")]
+    refused = CliRunner().invoke(cli, command)
+    assert (refused.exit_code, "--receipt are of a trace of a run" in refused.output) == (2, True)
+    assert not (tmp_path / "r").exists()
 
 
 def test_bad_traces(step, tmp_path):

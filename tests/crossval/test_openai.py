@@ -207,6 +207,9 @@ def test_failures_are_one_line(engine, tmp_path):
     assert gone.exit_code == 4
     assert f"Error: {url} cannot be reached" in gone.output
     assert invoke("crossval", "openai", "localhost:8000", "storyteller").exit_code == 2
+    with Planted(engine).running() as url:
+        long = invoke("crossval", "openai", url, "storyteller", "--prompt", "The cat. " * 200)
+    assert (long.exit_code, "tokens, and the context 256: shorten it" in long.output) == (2, True)
     for result in (refused, gone):
         assert len(result.output.strip().splitlines()) == 1
 

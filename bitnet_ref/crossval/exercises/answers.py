@@ -78,7 +78,9 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
     """Raises Wrong unless the set (list, tuple, text) has the expected members. choices: all of them, and why each is a
     member or is none."""
     if isinstance(value, str):
-        given: Iterable[Any] = [value] if value in choices else re.split(r"[,;]|\band\b", value)
+        letters = set(value.strip().lower())  # of choices that are letters: "ab"
+        parts = letters if letters and letters <= {*choices} else re.split(r"[,;]|\band\b", value)
+        given: Iterable[Any] = [value] if value in choices else parts
     elif isinstance(value, (Set, list, tuple, range, np.ndarray)):
         given = value
     else:

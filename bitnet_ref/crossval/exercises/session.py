@@ -52,6 +52,7 @@ class Check:
 
     def judge(self, name: str, answer: Any, **given: Any) -> Answered:
         """The judgement alone. Does not count as an attempt."""
+        name = str(name)  # 1.2 is meant for "1.2"
         exercise = EXERCISES.get(name)
         try:
             if answer is None:

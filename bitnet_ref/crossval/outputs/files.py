@@ -101,17 +101,15 @@ def _read_run(
     text: str | None = None
     ids: Ids
     if messages is not None:
-        ids = model.tokenizer.apply_chat_template(messages, tokenize=True)
-        if (listed := _ids(given.get("prompt"))) is not None:
-            ids = listed
+        listed = _ids(given.get("prompt"))
+        ids = model.tokenizer.apply_chat_template(messages, tokenize=True) if listed is None else listed
     elif isinstance(said, str):
         text, ids = said, model.tokenizer.encode(said)
     else:
-        listed = _ids(said)
-        if not listed:
-            raise refuse("prompt", "a text, or token ids")
-        ids = listed
-        text = given["text"] if isinstance(given.get("text"), str) else _text_of(model, listed)
+        ids = _ids(said) or []
+        text = given["text"] if isinstance(given.get("text"), str) else _text_of(model, ids)
+    if not ids:  # of "" too, where the tokenizer puts no BOS before it
+        raise refuse("prompt", "a text, or token ids")
     outside = next((token for token in ids if token >= model.config.vocab_size), None)
     if outside is not None:
         limit = f"ids below {model.config.vocab_size}, the model's vocabulary"
@@ -122,7 +120,7 @@ def _read_run(
     if finish not in _FINISH:
         raise refuse("finish_reason", '"stop" or "length"')
     dtype = given.get("engine_dtype", "float32")
-    if dtype not in LOGITS_ROUNDING:
+    if dtype not in [*LOGITS_ROUNDING]:  # it may be a list, which has no hash
         raise refuse("engine_dtype", " or ".join(LOGITS_ROUNDING))
     if asked is not None and not (type(asked) is int and asked > 0):
         raise refuse("max_tokens", "a number of tokens")
@@ -194,13 +192,10 @@ def _read_npz(path: Path) -> dict[str, Any]:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise FormatError("is no archive of arrays; write it with numpy.savez", path=path)
             with archive as arrays:
-                for info in (
-                    arrays.zip.infolist() if arrays.zip is not None else ()
-                ):  # an array that is much larger than its file is not read
-                    if info.file_size > max(MAX_BYTES, 8 * size):
-                        raise FormatError(
-                            f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename
-                        )
+                for info in arrays.zip.infolist() if arrays.zip is not None else ():
+                    if info.file_size > max(MAX_BYTES, 8 * size):  # much larger than its file: it is not read
+                        message = f"is {info.file_size} bytes in a file of {size}"
+                        raise FormatError(message, path=path, field=info.filename)
                 out: dict[str, Any] = {name: arrays[name] for name in arrays.files}
         except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise FormatError(f"is not a .npz file: {error}", path=path) from error

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...api import Model
-from ...errors import BackendUnavailable, TokenizerError
+from ...errors import BackendUnavailable, ContextOverflow, TokenizerError
 from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnoses, Diagnosis, Progress, sure_or_possible
 from ..opponents import PROMPT, default_tokens
@@ -149,6 +149,8 @@ def cross_server(
         ids = default_tokens(model)
         rows = [(None, ids), (None, ids[:_FEW_PROMPT])]
     limit = model.context_length - 2  # a server may refuse what ends at the context exactly
+    if (longest := max(len(ids) for _, ids in rows)) >= limit:
+        raise ContextOverflow(f"a prompt has {longest} tokens, and the context {model.context_length}: shorten it")
     plan: list[tuple[str, str | None, Ids]] = [("ids", *rows[0]), *(("ids", *row) for row in rows)]
     plan += [("text", *rows[0]), ("text", *rows[-1])] if rows[0][0] is not None else []
     exchanges = []

@@ -136,14 +136,14 @@ def _changes(model: Model) -> Iterator[_Change]:
     else:
         for end in tokenizer.eos_ids:
             yield _Change("end", "end_added", f"the end token {tokenizer.id_to_token(end)} is appended",
-                "This model's texts have none.", ids=partial(_appended, end))
+                "This model's texts have none.", ids=partial(lambda end, ids: [*ids, end], end))
     bos = tokenizer.bos_id
     if bos is not None and sample[0] == bos:
         yield _Change("bos", "bos_missing", "BOS is missing", "Put it before each text.", ids=lambda ids: ids[1:])
         yield _Change("bos", "bos_twice", "BOS comes twice", "Put it once before each text.",
-            ids=partial(_prepended, bos))
+            ids=lambda ids: [bos, *ids])
     elif bos is not None:
-        yield _Change("bos", "bos_added", "BOS is put before the text", "Leave it out.", ids=partial(_prepended, bos))
+        yield _Change("bos", "bos_added", "BOS is put before the text", "Leave it out.", ids=lambda ids: [bos, *ids])
     if default:
         yield _Change("prompt", "prompt_missing", "the model's default prompt is missing before the text",
             f"Put {default!r} before each text.", prompt="")
@@ -152,14 +152,6 @@ def _changes(model: Model) -> Iterator[_Change]:
             yield _Change("prompt", "prompt_added", f"the prompt {name!r} ({prompt!r}) is put before the text",
                 "Documents have no prompt; send none.", prompt=prompt)
     # fmt: on
-
-
-def _appended(end: int, ids: Ids) -> Ids:
-    return [*ids, end]
-
-
-def _prepended(bos: int, ids: Ids) -> Ids:
-    return [bos, *ids]
 
 
 def _explain(

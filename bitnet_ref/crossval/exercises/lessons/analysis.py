@@ -449,12 +449,10 @@ def harm_of_norms(answer: Any, model: Model, variant: Callable[..., Model], ids:
     for norms in ({"attn_sub_norm": None}, {"ffn_sub_norm": None}):
         ours, theirs = (np.asarray(m.logits(ids), dtype=np.float64) for m in (model, variant(**norms)))
         ours, theirs = (z - np.log(np.exp(z).sum(axis=-1, keepdims=True)) for z in (ours, theirs))
-        by_token = (np.exp(ours) * (ours - theirs)).sum(axis=-1)
+        by_token, by_theirs = ((np.exp(z) * (ours - theirs)).sum(axis=-1) for z in (ours, theirs))
         mistakes = {
-            "That is KL(variant ‖ model): the right one's p weighs.": (np.exp(theirs) * (theirs - ours))
-            .sum(axis=-1)
-            .mean(),
-            "The p that weighs is that of the right model.": (np.exp(theirs) * (ours - theirs)).sum(axis=-1).mean(),
+            "That is KL(variant ‖ model): the right one's p weighs.": -by_theirs.mean(),
+            "The p that weighs is that of the right model.": by_theirs.mean(),
             "The sign is the other one: KL is never below 0.": -by_token.mean(),
             "That is in bits; ln gives nats.": by_token.mean() / np.log(2),
             "That is the sum over the tokens; their mean is asked.": by_token.sum(),

@@ -37,20 +37,7 @@ def codes_of_neighbours(answer: Any) -> str:
     return "Now: which columns lie in the lowest two bits of the four bytes?"
 
 
-@exercise("4.2")
-def columns_of_a_shift(answer: Any) -> str:
-    mistakes = {
-        "those are the four columns of one byte; & 3 takes one of each of four bytes": [0, 1, 2, 3],
-        "those are in the highest bits": [3, 7, 11, 15],
-        "those are the numbers of the bytes; a byte holds four columns": [0, 1, 2, 3],
-        "they begin at 0": [1, 5, 9, 13],
-        "a byte holds four columns, not two": [0, 2, 4, 6],
-        "those are four bytes apart; the bytes are neighbours": [0, 16, 32, 48],
-    }
-    expect_array(np.sort(as_array(answer).ravel()), [0, 4, 8, 12], mistakes=mistakes)
-    return "The activations would have to be gathered from four places, for every register."
-
-
+judged_by_table("4.2")
 judged_by_table("4.3")
 
 
@@ -463,19 +450,7 @@ def one_order_for_a_sum(answer: Any) -> str:
     )
 
 
-@exercise("8.6")
-def share_of_the_memory(answer: Any) -> str:
-    right = 1.18 / 1.33e-3 / 4200
-    mistakes = {
-        "That is the percentage; a share between 0 and 1 is wanted.": 100 * right,
-        "That is how many times as fast the memory is: the share is 1 over it.": 1 / right,
-        "Those are the GB/s that a step reads. What share of 4,200 GB/s is that?": 1.18 / 1.33e-3,
-        "The head is read, too: 0.66 GB.": 0.52 / 1.33e-3 / 4200,
-        "The ternary weights are read, too: 0.52 GB.": 0.66 / 1.33e-3 / 4200,
-        "That is with the time between two steps, in which the card waits; take a step on the card.": 1.18 * 568 / 4200,
-    }
-    expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
-    return "A fifth. So the card waits for something else than memory, most of the time. For what?"
+judged_by_table("8.6")
 
 
 @exercise("8.fixed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Set
 from types import CodeType
 from typing import Any
@@ -19,7 +18,7 @@ from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryWeight
-from ..answers import as_array, as_number, as_parts, expect_array, expect_names, expect_number, expect_set
+from ..answers import as_array, as_number, as_parts, expect_array, expect_names, expect_number
 from ..declare import Wrong, draws, exercise, run, said_of
 from ..tables import judged_by_table
 
@@ -557,34 +556,28 @@ def reader_of_tq2_0(answer: Any) -> str:
     wanted = "Two results are wanted: the weights, of the given shape, and the scale."
     mine, its_scale = as_parts(run(answer, data, w_t.shape), 2, wanted)
     halves = w_t.reshape(-1, 2, 4, 32)
-    fields = data.reshape(-1, 66)[:, :64].reshape(-1, 2, 32)
+    fields, flipped = data.reshape(-1, 66)[:, :64].reshape(-1, 2, 32), np.flip(halves, 2)
+    shifts = np.array([0, 2, 4, 6])[:, None]
     mistakes = {
         "those are the codes; a code is w + 1": w_t + 1,
-        "the lowest bits hold the first 32 weights of a half, as the picture has it": np.flip(halves, 2).reshape(
-            6, 512
-        ),
-        "the four codes of a byte are 32 weights apart, not neighbours": halves.swapaxes(2, 3).reshape(6, 512),
+        "the lowest bits hold the first 32 weights of a half, as the picture has it": flipped,
+        "the four codes of a byte are 32 weights apart, not neighbours": halves.swapaxes(2, 3),
         "a byte's codes are 32 weights apart, not 64: a block has two halves of 32 bytes": (
-            (fields.reshape(-1, 1, 64) >> np.array([0, 2, 4, 6])[:, None] & 3).astype(np.int8) - 1
-        ).reshape(6, 512),
+            (fields.reshape(-1, 1, 64) >> shifts & 3).astype(np.int8) - 1
+        ),
         "1 is taken from an unsigned byte: 0 − 1 is 255": (w_t.astype(np.int64)) % 256,
         "the weights are scaled already; −1, 0 and +1 are wanted": w_t * right,
-        "the codes above it are still there: & 3 is missing": (
-            (fields[:, :, None] >> np.array([0, 2, 4, 6])[:, None]).astype(np.int16) - 1
-        ).reshape(6, 512),
+        "the codes above it are still there: & 3 is missing": (fields[:, :, None] >> shifts).astype(np.int16) - 1,
         "code 0 is −1, 1 is 0 and 2 is +1; you took them for 0, 1 and −1": np.array([0, 1, -1])[w_t + 1],
         "the scale comes last: a block begins with its 64 bytes of codes": (
-            (data.reshape(-1, 66)[:, 2:].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6])[:, None] & 3).astype(np.int8)
-            - 1
-        ).reshape(6, 512),
+            (data.reshape(-1, 66)[:, 2:].reshape(-1, 2, 1, 32) >> shifts & 3).astype(np.int8) - 1
+        ),
         "the weights of the file are rows, one after the other; you filled columns": w_t.reshape(512, 6).T,
-        "the codes of a byte are 32 weights apart, not neighbours, and the first is in the lowest bits": np.flip(
-            halves, 2
-        )
-        .swapaxes(2, 3)
-        .reshape(6, 512),
+        "the codes of a byte are 32 weights apart, not neighbours, and the first is in the lowest bits": (
+            flipped.swapaxes(2, 3)
+        ),
     }
-    expect_array(mine, w_t, mistakes=mistakes)
+    expect_array(mine, w_t, mistakes={sentence: np.reshape(wrong, (6, 512)) for sentence, wrong in mistakes.items()})
     wrong = {
         "Its two bytes are exchanged: the lower one comes first.": scale[::-1].copy().view(np.float16)[0],
         "Those are its bits as an integer; read them as float16.": scale.view(np.uint16)[0],
@@ -678,14 +671,4 @@ def trap_of(patient: Model, model: Model) -> str:
     return "none" if all(a.w_dequant_scale == b.w_dequant_scale for a, b in ternary) else "scale"
 
 
-@exercise("5.8")
-def faults_that_show(answer: Any) -> str:
-    if isinstance(answer, str) and re.fullmatch("[abc]{2,3}", answer.strip().lower()):
-        answer = list(answer.strip())
-    choices = {
-        "a": "A scale is a number above zero, and NaN is none.",
-        "b": "Three codes are weights; the fourth is none.",
-        "c": "Codes 0 and 1 are both weights: only who knows the right one can tell.",
-    }
-    expect_set(answer, {"a", "b"}, choices)
-    return "The third is the one that a hash of the content is for."
+judged_by_table("5.8")
