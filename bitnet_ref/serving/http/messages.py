@@ -6,7 +6,6 @@ refused; `cache_control`, `metadata`, `service_tier` and other published fields 
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from .events import Block
 from .fields import ignored, refused
 from .parts import read_field, read_parts, refuse_part
 from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
-from .tools import function_tool
+from .tools import function_call, function_tool
 from .translate import ask_chat, join_system
 from .writers import BlockWriter, write_event
 
@@ -168,9 +167,7 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
         elif kind == "thinking":
             thoughts.append(read_field(block, "thinking", where))
         elif kind == "tool_use":
-            name = read_field(block, "name", where)
-            function = {"name": name, "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
-            calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+            calls.append(function_call(block.get("id", ""), read_field(block, "name", where), block.get("input")))
         elif kind == "tool_result":
             if text:
                 messages.append({"role": role, "content": "\n".join(text)})
