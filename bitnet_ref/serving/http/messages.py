@@ -22,7 +22,7 @@ from .choices import Asked
 from .events import Block
 from .fields import ignored, refused
 from .parts import read_field, read_parts, refuse_part
-from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
+from .schemas import COUNT, FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
 from .tools import function_call, function_tool
 from .translate import ask_chat, join_system
 from .writers import BlockWriter, write_event
@@ -34,6 +34,7 @@ PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 TEXT_PARTS = {"text": "text"}
 BLOCKS = {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 0, 4096)]}
+FORMAT = describe_object({"type": {"enum": ["json_schema"]}, "schema": {}}, ("type",))
 TOOL = describe_object({"name": {"type": "string", "minLength": 1, "maxLength": 128}}, ("name",))
 CONVERSATION = {
     "model": MAYBE,
@@ -45,22 +46,9 @@ CONVERSATION = {
     "tools": or_null(describe_array(TOOL, 0, 128)),
     "tool_choice": or_null(describe_object({"type": {"enum": ["auto", "any", "tool", "none"]}}, ("type",))),
     "thinking": or_null(
-        describe_object(
-            {
-                "type": {"enum": ["enabled", "disabled", "adaptive"]},
-                "budget_tokens": describe_number(0, 2**31 - 1, "integer"),
-            },
-            ("type",),
-        )
+        describe_object({"type": {"enum": ["enabled", "disabled", "adaptive"]}, "budget_tokens": COUNT}, ("type",))
     ),
-    "output_config": or_null(
-        describe_object(
-            {
-                "effort": MAYBE,
-                "format": or_null(describe_object({"type": {"enum": ["json_schema"]}, "schema": {}}, ("type",))),
-            }
-        )
-    ),
+    "output_config": or_null(describe_object({"effort": MAYBE, "format": or_null(FORMAT)})),
     **ignored(  # what Anthropic does on its own servers
         (
             *("betas", "billing_policy", "cache_control", "compaction", "context_management", "diagnostics"),
@@ -90,12 +78,7 @@ schemas.declare_body(
     },
     ("messages", "max_tokens"),
 )
-schemas.declare_body(
-    COUNT_PATH,
-    "The tokens of a conversation, in Anthropic's form.",
-    CONVERSATION,
-    ("messages",),
-)
+schemas.declare_body(COUNT_PATH, "The tokens of a conversation, in Anthropic's form.", CONVERSATION, ("messages",))
 
 
 def make_routes(server: Server) -> list[Route]:
