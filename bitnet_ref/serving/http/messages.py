@@ -20,6 +20,7 @@ from . import schemas
 from .chat_prompt import chat_ids
 from .choices import Asked
 from .events import Block
+from .failures import shape_failure
 from .fields import ignored, refused
 from .parts import read_field, read_parts, refuse_part
 from .schemas import COUNT, FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
@@ -219,8 +220,6 @@ class MessageWriter(BlockWriter):
         return end + self._event("message_stop")
 
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:
-        from .failures import shape_failure
-
         return write_event(shape_failure(PATH, status, dict(facts)), "error")
 
     def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
