@@ -21,9 +21,6 @@ KNOWN: dict[str, str] = {
         "when the exact size is computed, which is compared below"
     ),
     # -- training
-    "training/data.py TokenFile._order: self._drawn = count, seed, epoch -> pass": (
-        "how often the order is drawn, not which"
-    ),
     "training/data.py train_sentencepiece: facts = [json.dumps(each, indent=1).encode() for each in (config, "
     '{"bos_token_id": 1, "eos_token_id": 2})] -> facts = [(json.dumps(each)).encode() for each in (config, '
     '{"bos_token_id": 1, "eos_token_id": 2})]': "how the JSON is laid out",
@@ -46,7 +43,7 @@ KNOWN: dict[str, str] = {
     "training/run.py TrainingRun._read_checkpoint: warnings.warn(message, ConfigWarning, stacklevel=2) -> "
     "warnings.warn(message, ConfigWarning, stacklevel=(3))": ("which line of ours the warning names"),
     "training/run.py TrainingRun._cut_metrics: rows = [row for row in rows if not row[0].isdecimal() or "
-    "int(row[0]) <= self.step] -> rows = [row for row in rows if not row[(1)].isdecimal() or int(row[0]) <= "
+    "float(row[0]) <= self.step] -> rows = [row for row in rows if not row[(1)].isdecimal() or float(row[0]) <= "
     "self.step]": ("the header is words, the other rows are numbers, in both columns"),
     # -- evaluation
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "

@@ -117,7 +117,7 @@ class BannedWords(LogitsRule):
         if len(encoded) <= FEW_WORDS:
             containing = {token for word in encoded for token in vocabulary.containing(word)}
         else:
-            containing = {token for token, data in enumerate(vocabulary.tokens) if self._search.contains(data)}
+            containing = {token for token, data in enumerate(vocabulary.tokens) if self._search.ends(0, data)[1]}
         self._longest = max(map(len, vocabulary.tokens), default=0)
         self._spans = self._complete_words(encoded, vocabulary)
         self._completing = {0: np.array(sorted(containing), dtype=np.int64)}  # by states that were met

@@ -236,11 +236,10 @@ def log_probabilities(logits: Floats) -> NDArray[np.float64]:
     return below
 
 
-def likeliest_logprobs(logits: Floats, k: int) -> dict[int, float]:
-    """{id: ln p} of the k most likely tokens, most likely first."""
-    logprobs = log_probabilities(logits)
-    ids = likeliest(logits.astype(np.float64), min(k, len(logits)))
-    return dict(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
+def entry_of(logprobs: NDArray[np.float64], token: int, top: int) -> Entry:
+    """The entry of a chosen token.   logprobs (V,): ln p of all; top: also report this many of the likeliest"""
+    ids = [*likeliest(logprobs, min(top, len(logprobs))).tolist(), token] if top else [token]
+    return float(logprobs[token]), dict(zip(ids, logprobs[ids].tolist(), strict=True))
 
 
 class Logprobs:
@@ -266,7 +265,7 @@ class Logprobs:
         `top_logprobs` is used; else it is None.
         """
         if whole is not None or logits.hidden is None:
-            return self._entry(logits.all() if whole is None else whole, token)
+            return entry_of(log_probabilities(logits.all() if whole is None else whole), token, self._top)
         # Without the lock: only the thread that generates adds, and a list may grow while another reads its front.
         index, self._count, self._head = self._count, self._count + 1, logits.head
         self._waiting.append((index, logits.hidden.copy(), token))
@@ -278,11 +277,6 @@ class Logprobs:
                 block = self._waiting[:TOKENS_AT_A_TIME]
                 logits = self._head(np.stack([hidden for _, hidden, _ in block]))
                 for (each, _, token), row in zip(block, logits, strict=True):
-                    self._known[each] = self._entry(row, token)
+                    self._known[each] = entry_of(log_probabilities(row), token, self._top)
                 del self._waiting[: len(block)]
             return self._known[index]
-
-    def _entry(self, logits: Floats, token: int) -> Entry:
-        chosen = log_probability(logits, token)
-        top = likeliest_logprobs(logits, self._top) if self._top else {}
-        return chosen, top | {token: chosen}

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.run import TokenLogits
-from ..reference.layers import Floats
 from .results import Generation, Overflow
-from .sampling import Entry, likeliest, likeliest_logprobs, log_probabilities
+from .sampling import Entry, entry_of, likeliest, log_probabilities
 from .sequence import Continuation
 
 
@@ -52,7 +51,7 @@ class BeamSearch:
         self.running = [Beam()]
         self.ended: list[Beam] = []  # best first; `score` is the final one
         self.results: list[Generation] = []  # at the end: the `n` best, best first; fewer where a grammar allows fewer
-        self._own: dict[int, Floats] = {}  # ln p (V,) after each running beam, as far as they are computed
+        self._own: dict[int, NDArray[np.float64]] = {}  # ln p (V,) after each running beam, as far as they are computed
         for row in rows:
             row.search = self
 
@@ -77,7 +76,7 @@ class BeamSearch:
     def ids(self, beam: Beam) -> NDArray[np.int64]:
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
-    def _advance(self, own: Floats) -> list[BeamCandidate]:
+    def _advance(self, own: NDArray[np.float64]) -> list[BeamCandidate]:
         """Extend the beams by one token.   own (running beams, V), ln p by the model  ->  candidates, best first"""
         width, length = self.params.num_beams, len(self.running[0].tokens) + 1
         scores = np.stack([self.rules.apply(row.ids, each) for row, each in zip(self.rows, own, strict=False)])
@@ -113,12 +112,11 @@ class BeamSearch:
         stats.generated_tokens += tokens
         stats.decode_tokens += tokens - len(self.results)
 
-    def _extend(self, index: int, score: float, own: Floats) -> Beam:
+    def _extend(self, index: int, score: float, own: NDArray[np.float64]) -> Beam:
         """The continuation at a flat index of `own` (running beams, V)."""
         parent, token = divmod(index, own.shape[1])
-        beam, chosen, top = self.running[parent], float(own[parent, token]), self.params.logprobs
-        likely = likeliest_logprobs(own[parent], top) if top else {}
-        return Beam((*beam.tokens, token), score, parent, (*beam.entries, (chosen, likely | {token: chosen})))
+        beam, entry = self.running[parent], entry_of(own[parent], token, self.params.logprobs or 0)
+        return Beam((*beam.tokens, token), score, parent, (*beam.entries, entry))
 
     def _ends(self, beam: Beam, length: int) -> bool:
         return (

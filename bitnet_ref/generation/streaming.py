@@ -75,9 +75,8 @@ class TextStream:
         """banned: strings that end the text before them. refuses: a function of the text; the text ends before the
         piece for which it returns True. stops_after: stop strings count after this many tokens.
         shown: special tokens that have text."""
-        self._tokenizer, self._decoder = tokenizer, None
-        if tokenizer is not None:
-            self._decoder = tokenizer.stream_decoder(shown=shown) if shown else tokenizer.stream_decoder()
+        self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else tokenizer.stream_decoder(shown=shown)
         self.banned, self.stops = StopStrings(banned), StopStrings(stops)
         self._refuses, self._text, self._refused = refuses, "", False
         self._passes_all = refuses is None and self.banned.is_empty and self.stops.is_empty

@@ -66,15 +66,6 @@ class StringSearch:
                 hits.append((place, self.lengths[state]))
         return state, hits
 
-    def contains(self, text: str | bytes) -> bool:
-        """Whether the text has one of the strings in it."""
-        state = 0
-        for symbol in _symbols(text):
-            state = self._step(state, symbol)
-            if self.lengths[state]:
-                return True
-        return False
-
 
 def _symbols(text: str | bytes) -> Sequence[int]:
     return text if isinstance(text, bytes) else [ord(character) for character in text]

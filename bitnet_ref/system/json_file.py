@@ -133,9 +133,9 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def json_hash(value: Any) -> str:
-    """The SHA-256 of a value as JSON with sorted keys, in hexadecimal."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def json_hash(value: Any, default: Callable[[Any], str] | None = None) -> str:
+    """The SHA-256 of a value as JSON with sorted keys, in hexadecimal. default: makes a text of what is no JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
 
 
 def read_json_object(

@@ -11,6 +11,7 @@ import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..formats.hashes import file_hash
 from ..reference.layers import Array
 from ..system.atomic import atomic_path, is_same_file, write_file
 from ..system.json_file import decode_text, open_regular
+from ..system.lazy import lazy_property
 from ..tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 
 Progress = Callable[[int, int], None]
@@ -38,7 +40,6 @@ class TokenFile:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         """Raises FormatError for another file, and for one that has ids outside the vocabulary or fewer than two."""
-        self._hash: str | None = None
         open_regular(path, FormatError).close()  # which a map of it cannot say: opening a pipe waits for ever
         try:
             self.ids: Array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -60,12 +61,10 @@ class TokenFile:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
+    @lazy_property
     def content_hash(self) -> str:
         """The SHA-256 of the ids as little-endian uint32."""
-        if self._hash is None:
-            self._hash = _hash_ids(self.ids)
-        return self._hash
+        return _hash_ids(self.ids)
 
     def windows(self, context: int) -> int:
         """How many sequences of `context` tokens there are, each with the token that follows it."""
@@ -80,14 +79,14 @@ class TokenFile:
         count, rows = self.windows(context), []
         for number in range(step * size, (step + 1) * size):
             epoch, at = divmod(number, count)
-            rows.append(self.window(int(self._order(count, seed, epoch)[at]), context))
+            rows.append(self.window(int(_order(count, seed, epoch)[at]), context))
         return rows
 
-    def _order(self, count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        if getattr(self, "_drawn", None) != (count, seed, epoch):
-            self._drawn = count, seed, epoch
-            self._permutation = np.random.default_rng([seed, epoch]).permutation(count)
-        return self._permutation
+
+@lru_cache(maxsize=1)
+def _order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Of the windows in a pass over the file."""
+    return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def _hash_ids(ids: Array) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,10 @@ class LoraNetwork(TrainingNetwork):
     ) -> tuple[list[Floats], Callable[[Sequence[Floats]], Floats]]:
         outputs, base_backward = super()._linears(x, layer, shorts, state)
         saved: dict[int, tuple[str, Floats]] = {}  # index of the linear -> its module, and A x
-        for index, module in self._adapted(layer, shorts):
+        for index, short in enumerate(shorts):
+            module = hf_module(linear_name(layer, short))
+            if lora_name(module, "A") not in self.factors:
+                continue
             t = _wide_product(x, self.factors[lora_name(module, "A")])
             scaled = self.factors[lora_name(module, "B")] * self.factor
             outputs[index] = outputs[index] + _wide_product(t, scaled)
@@ -256,12 +259,6 @@ class LoraNetwork(TrainingNetwork):
             return dx
 
         return outputs, backward
-
-    def _adapted(self, layer: int, shorts: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-        for index, short in enumerate(shorts):
-            module = hf_module(linear_name(layer, short))
-            if lora_name(module, "A") in self.factors:
-                yield index, module
 
 
 def _wide_product(x: Floats, w: Array) -> Floats:

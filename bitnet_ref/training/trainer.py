@@ -316,26 +316,22 @@ def choose_functions(backend: str, wide: bool, backward_dtype: str = "float32") 
     if backward_dtype not in BACKWARD_DTYPES:
         message = f"expected one of {', '.join(BACKWARD_DTYPES)}, got {backward_dtype!r}"
         raise ConfigError(message, field="backward_dtype")
-    functions = _functions_of(backend, wide)
-    if backward_dtype == "float32":
-        return functions
-    return SimpleNamespace(**{**vars(functions), "product": functions.product_bfloat16})
-
-
-def _functions_of(backend: str, wide: bool) -> Any:
     if backend not in BACKENDS:
         raise BackendUnavailable(
             f"no backend trains under the name {backend!r}; there are: auto, {', '.join(BACKENDS)}"
         )
     if reason := available_backends()[backend]:
         raise BackendUnavailable(f"backend {backend!r} cannot run here: {reason}")
-    if backend != "cython":
-        return ops
-    if wide:
-        raise ConfigError("the backend 'cython' trains masters of float32; take numpy for float64", field="dtype")
-    from .compiled import compiled_ops
+    functions: Any = ops
+    if backend == "cython":
+        if wide:
+            raise ConfigError("the backend 'cython' trains masters of float32; take numpy for float64", field="dtype")
+        from .compiled import compiled_ops
 
-    return compiled_ops()
+        functions = compiled_ops()
+    if backward_dtype == "float32":
+        return functions
+    return SimpleNamespace(**{**vars(functions), "product": functions.product_bfloat16})
 
 
 def card_arrays() -> Any:

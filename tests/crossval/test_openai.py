@@ -15,7 +15,7 @@ from bitnet_ref.crossval.outputs.served import cross_server
 from bitnet_ref.crossval.outputs.vectors import cross_vectors
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.embed import embed, token_rows
-from bitnet_ref.generation.sampling import likeliest_logprobs
+from bitnet_ref.generation.sampling import entry_of, log_probabilities
 from bitnet_ref.reference.cache import TokenBatch
 
 PROMPTS = ("She said", "The")
@@ -55,7 +55,8 @@ class Planted:
         if "return_token_ids" in body:
             choice["token_ids"] = new
         if "logprobs" in body:
-            tops = [likeliest_logprobs(row, 5) for row in self.engine.logits([*ids, *new])[len(ids) - 1 : -1]]
+            rows = log_probabilities(self.engine.logits([*ids, *new])[len(ids) - 1 : -1])
+            tops = [entry_of(row, int(row.argmax()), 5)[1] for row in rows]
             choice["logprobs"] = {
                 "tokens": [f"token_id:{token}" for token in new],
                 "token_logprobs": [top.get(token, -99.0) for top, token in zip(tops, new, strict=True)],

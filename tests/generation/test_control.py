@@ -33,9 +33,12 @@ class Letters:
     """A tokenizer whose tokens are a few strings, as the text stream wants it."""
 
     def __init__(self, tokens):
-        self.tokens, self.vocab_size = tokens, len(tokens)
+        self.tokens = tokens
 
-    def stream_decoder(self):
+    def has_id(self, token):
+        return token < len(self.tokens)
+
+    def stream_decoder(self, shown):
         return self
 
     def push(self, token):

@@ -15,6 +15,7 @@ from server_runs import RunningServer, until
 
 from bitnet_ref.errors import EngineClosed
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.serving.http import messages, ollama
 from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
@@ -495,6 +496,14 @@ def test_what_ollamas_clients_ask_about_models(server, ask):
     assert (shown["details"], shown["modified_at"]) == (details, tags[0]["modified_at"])
     assert shown["capabilities"] == ["completion", "embedding", "tools"]
     assert "no model 'x'" in ask("/api/show", {"model": "x"}, 404)["error"]
+
+
+def test_a_head_of_its_own_counts_among_the_parameters():
+    folder = DATA / "families" / "olmo2"
+    with SafetensorsFile(folder / "model.safetensors") as file:
+        shapes = [info.shape for info in file.tensors.values()]
+    matrices = [rows * columns for rows, columns in (shape for shape in shapes if len(shape) == 2)]
+    assert ollama._count_parameters(model(folder, backend=BACKEND)) == sum(matrices)
 
 
 def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded():

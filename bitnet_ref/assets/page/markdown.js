@@ -76,9 +76,7 @@ function readFence(lines, at, [, mark, info]) {
 }
 
 function codeBlock(code, language) {
-  const copy = make("button", { type: "button", className: "plain small", textContent: "Copy" });
-  copy.setAttribute("aria-label", `Copy the ${language} code`.replace("  ", " "));
-  copy.onclick = () => copyText(code, copy);
+  const copy = smallButton("Copy", () => copyText(code, copy), `Copy the ${language} code`.replace("  ", " "));
   const head = make("div", { className: "code-head" }, make("span", { textContent: language }), copy);
   return make("div", { className: "code" }, head, make("pre", { tabIndex: 0 }, make("code", { textContent: code })));
 }

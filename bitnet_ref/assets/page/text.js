@@ -1,7 +1,7 @@
 "use strict";
 // What chats and completions share, and completion with the probabilities of each token.
 
-// Runs `work` with a signal that the stop button aborts; it shows that button meanwhile. False if it was stopped.
+// Runs `work` with a signal that the stop button aborts; it shows that button meanwhile.
 async function whileRunning(startButton, stopButton, work) {
   const control = new AbortController();
   const had = document.activeElement === startButton;
@@ -13,14 +13,12 @@ async function whileRunning(startButton, stopButton, work) {
     await work(control.signal);
   } catch (error) {
     if (error.name !== "AbortError") throw error;
-    return false;
   } finally {
     const focused = document.activeElement === stopButton;
     startButton.hidden = false;
     stopButton.hidden = true;
     if (focused) startButton.focus();
   }
-  return true;
 }
 
 // Counts a stream's tokens and says how fast they came.

@@ -145,8 +145,7 @@ def create_app(
         await asyncio.gather(*tasks, return_exceptions=True)
         await shelf.close(drain=False)  # the requests have ended: uvicorn waits for them first
 
-    handlers: dict[Any, Any] = {BitNetRefError: answer_failure, HTTPException: answer_failure}
-    handlers[ClientDisconnect] = answer_failure
+    handlers: dict[Any, Any] = dict.fromkeys((BitNetRefError, HTTPException, ClientDisconnect), answer_failure)
     middleware = [Middleware(RequestLog, answer=answer_failure), Middleware(LeaveAtTheEnd, admission=server.admission)]
     if hosts:
         middleware.append(Middleware(Gate, check=partial(check_host, hosts)))

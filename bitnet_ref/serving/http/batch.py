@@ -317,7 +317,7 @@ def answer_id(answer: bytes) -> str:
 
 def _checked(line: bytes) -> bytes:
     """The line of a journal: the checksum of the answer, and the answer."""
-    return hashlib.sha256(line).hexdigest()[: CHECKSUM - 1].encode() + b" " + line
+    return digest_of(line)[: CHECKSUM - 1].encode() + b" " + line
 
 
 def _append(journal: BinaryIO, places: dict[str, tuple[int, int]], answer: bytes) -> None:

@@ -139,7 +139,7 @@ class Choice:
         self._prompt_ids: list[int] = handle.prompt_token_ids
         self._vocabulary = model.vocabulary
         self._decoder, self._offset, self._chunks = TextStream(self.tokenizer, ()), 0, 0
-        self._reader: ReplyReader | None = None
+        self._reader, self._prefix = asked.reply.copy(), asked.prefix
         self._has_calls = False
         self._held: tuple[int, Block] | None = None  # a custom tool's call in a stream, until its input is whole
 
@@ -170,10 +170,8 @@ class Choice:
 
     def events(self, text: str, finish: str | None) -> list[Event]:
         """What the next piece of the reply's text makes certain."""
-        events: list[Event] = []
-        if self._reader is None:
-            self._reader = self.asked.reply.copy()
-            events += [Text(self.asked.prefix)] if self.asked.prefix else []
+        events: list[Event] = [Text(self._prefix)] if self._prefix else []
+        self._prefix = ""
         events += self._reader.push(text, finish)
         if self.asked.hides_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]

@@ -7,14 +7,13 @@ in it, because the answer does not depend on them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...backends.loaded import LoadedModel
 from ...formats.hashes import config_hash, weight_hash
+from ...system.json_file import json_hash
 from ..engine import Engine
 
 FORM = "br1"
@@ -40,7 +39,7 @@ def fingerprint_of(engine: Engine, chat_template: str | None) -> str:
         "cache_dtype": engine.cache.dtype.name,
         "sampling": {name: value for name, value in sampling.items() if name != "adapter"},
     }
-    key = _digest([chat_template, digest, numbers])
+    key = json_hash([chat_template, digest, numbers], str)
     kept = _kept.setdefault(model, {})
     if key not in kept:
         kept[key] = _fingerprint(model, chat_template, digest, numbers)
@@ -62,7 +61,7 @@ def _fingerprint(model: LoadedModel, chat_template: str | None, adapter: str | N
     )
     weights = [weight_hash(model.weights), *([] if adapter is None else [adapter])]
     parts = ([*weights, config_hash(model.config)], [tokenizer.digest, templates], numbers)
-    digests = [_digest(part)[:length] for part, (_, length) in zip(parts, PARTS, strict=True)]
+    digests = [json_hash(part, str)[:length] for part, (_, length) in zip(parts, PARTS, strict=True)]
     return "-".join([FORM, *digests])
 
 
@@ -72,7 +71,3 @@ def differing_parts(one: str, other: str) -> list[str]:
     if one.count("-") != len(PARTS) or other.count("-") != len(PARTS) or pairs[0][0] != pairs[0][1]:
         return ["a fingerprint of another form"]
     return [words for (a, b), (words, _) in zip(pairs[1:], PARTS, strict=True) if a != b]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

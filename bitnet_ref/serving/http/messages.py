@@ -6,7 +6,6 @@ refused; `cache_control`, `metadata`, `service_tier` and other published fields 
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,11 @@ from . import schemas
 from .chat_prompt import chat_ids
 from .choices import Asked
 from .events import Block
+from .failures import shape_failure
 from .fields import ignored, refused
 from .parts import read_field, read_parts, refuse_part
-from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
-from .tools import function_tool
+from .schemas import COUNT, FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
+from .tools import function_call, function_tool
 from .translate import ask_chat, join_system
 from .writers import BlockWriter, write_event
 
@@ -35,6 +35,7 @@ PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 TEXT_PARTS = {"text": "text"}
 BLOCKS = {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 0, 4096)]}
+FORMAT = describe_object({"type": {"enum": ["json_schema"]}, "schema": {}}, ("type",))
 TOOL = describe_object({"name": {"type": "string", "minLength": 1, "maxLength": 128}}, ("name",))
 CONVERSATION = {
     "model": MAYBE,
@@ -46,22 +47,9 @@ CONVERSATION = {
     "tools": or_null(describe_array(TOOL, 0, 128)),
     "tool_choice": or_null(describe_object({"type": {"enum": ["auto", "any", "tool", "none"]}}, ("type",))),
     "thinking": or_null(
-        describe_object(
-            {
-                "type": {"enum": ["enabled", "disabled", "adaptive"]},
-                "budget_tokens": describe_number(0, 2**31 - 1, "integer"),
-            },
-            ("type",),
-        )
+        describe_object({"type": {"enum": ["enabled", "disabled", "adaptive"]}, "budget_tokens": COUNT}, ("type",))
     ),
-    "output_config": or_null(
-        describe_object(
-            {
-                "effort": MAYBE,
-                "format": or_null(describe_object({"type": {"enum": ["json_schema"]}, "schema": {}}, ("type",))),
-            }
-        )
-    ),
+    "output_config": or_null(describe_object({"effort": MAYBE, "format": or_null(FORMAT)})),
     **ignored(  # what Anthropic does on its own servers
         (
             *("betas", "billing_policy", "cache_control", "compaction", "context_management", "diagnostics"),
@@ -91,12 +79,7 @@ schemas.declare_body(
     },
     ("messages", "max_tokens"),
 )
-schemas.declare_body(
-    COUNT_PATH,
-    "The tokens of a conversation, in Anthropic's form.",
-    CONVERSATION,
-    ("messages",),
-)
+schemas.declare_body(COUNT_PATH, "The tokens of a conversation, in Anthropic's form.", CONVERSATION, ("messages",))
 
 
 def make_routes(server: Server) -> list[Route]:
@@ -168,9 +151,7 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
         elif kind == "thinking":
             thoughts.append(read_field(block, "thinking", where))
         elif kind == "tool_use":
-            name = read_field(block, "name", where)
-            function = {"name": name, "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
-            calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+            calls.append(function_call(block.get("id", ""), read_field(block, "name", where), block.get("input")))
         elif kind == "tool_result":
             if text:
                 messages.append({"role": role, "content": "\n".join(text)})
@@ -239,8 +220,6 @@ class MessageWriter(BlockWriter):
         return end + self._event("message_stop")
 
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:
-        from .failures import shape_failure
-
         return write_event(shape_failure(PATH, status, dict(facts)), "error")
 
     def whole(self, results: Sequence[Generation]) -> dict[str, Any]:

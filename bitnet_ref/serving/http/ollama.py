@@ -7,7 +7,7 @@ Source: Ollama's docs/api.md. Streams are lines of JSON, and the default. Option
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from .fields import ignored, refused
 from .replies import KNOWN_MARKS
 from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import INFILL_TOKENS, infill_ids
-from .tools import function_tool
+from .tools import function_call, function_tool
 from .translate import ask_chat, ask_completion
 from .writers import BlockWriter, write_json
 
@@ -232,17 +232,8 @@ def _read_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         name = message.get("tool_name") or message.get("name")
         plain |= {"tool_call_id": str(message.get("tool_call_id") or name or ""), "name": str(name or "")}
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {
-                "type": "function",
-                "id": str(call.get("id") or f"call_{number}"),
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.dumps(call["function"].get("arguments") or {}, ensure_ascii=False),
-                },
-            }
-            for number, call in enumerate(calls)
-        ]
+        named = [(call.get("id") or f"call_{number}", call["function"]) for number, call in enumerate(calls)]
+        plain["tool_calls"] = [function_call(name, each["name"], each.get("arguments")) for name, each in named]
     return plain
 
 
@@ -403,9 +394,9 @@ def _details(source: Path, model: LoadedModel | None) -> dict[str, Any]:
 
 
 def _count_parameters(model: LoadedModel) -> int:
-    w = model.weights
-    linears = sum(linear.shape[0] * linear.shape[1] for layer in w.layers for _, linear in layer.linears())
-    return int(w.embedding.shape[0] * w.embedding.shape[1] + linears)
+    """Of all matrices; a tied head counts once."""
+    own = [] if model.config.tie_word_embeddings else [model.weights.embedding]
+    return sum(math.prod(weight.shape) for weight in (*own, *(weight for _, weight in model.weights.linears())))
 
 
 def _size_name(count: int) -> str:

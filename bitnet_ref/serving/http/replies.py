@@ -45,11 +45,9 @@ class ReplyReader:
         self._thinking, self._tools = thinking, tools
         self._pending = ""
         self._spaces: list[str] = []  # at the end of the thinking
-        self._state = "answer" if thinking is None else "start"
-        self._strips = False  # spaces between the thinking and the answer
-        if thinking is not None and thinking.begins_inside:
-            self._state = "thinking"
-            self._strips = True
+        is_inside = thinking is not None and thinking.begins_inside
+        self._state = "answer" if thinking is None else "thinking" if is_inside else "start"
+        self._strips = is_inside  # spaces between the thinking and the answer
 
     def copy(self) -> ReplyReader:
         """A reader for another reply."""

@@ -65,16 +65,13 @@ def declare_call(path: str, method: str, summary: str, kind: str = "application/
     parameters = [
         {"name": name, "in": place, "required": place == "path", "schema": schema} for name, place, schema in places
     ]
-    CALLS[path, method] = {"summary": summary, "responses": {"200": _reply("", {kind: {}})}}
+    CALLS[path, method] = {"summary": summary, "responses": {"200": _reply({kind: {}})}}
     if parameters:
         CALLS[path, method]["parameters"] = parameters
 
 
-def _reply(text: str, kinds: Schema) -> Schema:
-    return {
-        "description": text or "The result.",
-        "content": {kind: {"schema": schema} for kind, schema in kinds.items()},
-    }
+def _reply(kinds: Schema, text: str = "The result.") -> Schema:
+    return {"description": text, "content": {kind: {"schema": schema} for kind, schema in kinds.items()}}
 
 
 TEXT, MAYBE, FLAG = {"type": "string"}, {"type": ["string", "null"]}, {"type": ["boolean", "null"]}
@@ -406,14 +403,14 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
         kinds: Schema = {"application/json": {}}
         if "stream" in schema["properties"]:
             kinds["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"] = {}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply(kinds)}}}
     for (path, method), operation in CALLS.items():
         paths.setdefault(path, {})[method] = {**operation}
     for path, methods in paths.items():
         kinds = {"application/json": ollamas if path.startswith("/api/") else failure}
-        bad = _reply("What was wrong.", kinds)
+        bad = _reply(kinds, "What was wrong.")
         for operation in methods.values():
-            failures = {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
+            failures = {"4XX": bad, "503": _reply({"application/json": {}}, "Not now.")}
             operation["responses"] = {**operation["responses"], **failures}
     paths["/"]["get"]["security"] = paths["/health"]["get"]["security"] = []
     return {

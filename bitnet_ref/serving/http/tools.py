@@ -163,6 +163,12 @@ def function_tool(tool: Mapping[str, Any], place: str, schema: str = "parameters
     return {"type": "function", "function": function}
 
 
+def function_call(call_id: Any, name: str, arguments: Any) -> dict[str, Any]:
+    """A call of a tool as chats have it. arguments: a value."""
+    function = {"name": name, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+    return {"id": str(call_id), "type": "function", "function": function}
+
+
 class InputReader:
     """Makes the whole reply the input of one custom tool."""
 
