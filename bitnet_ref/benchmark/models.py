@@ -351,15 +351,10 @@ def decode(model: Model, token: int, position: int, cache: KVCache) -> TokenLogi
 
 def choose(logits: TokenLogits) -> int:
     """The greedy token, and where all logits are known its log probability, as generation computes it."""
-    token = most_likely(logits)
+    token = int(logits.ids[logits.values.argmax()])  # of equal logits the lowest id
     if logits.complete:
         log_probability(logits.values, token)
     return token
-
-
-def most_likely(logits: TokenLogits) -> int:
-    """The greedy token; of equal logits the lowest id."""
-    return int(logits.ids[logits.values.argmax()])
 
 
 def profile_model(model: Model, prompt_tokens: int, new_tokens: int) -> Profile:

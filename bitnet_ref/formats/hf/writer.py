@@ -41,7 +41,7 @@ from ..checkpoint import (
     Checkpoint,
     Progress,
     all_linears,
-    arrays_of_layer,
+    array_shape,
     has_bias,
     is_ternary,
     linear_names,
@@ -378,7 +378,7 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
 
 def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
     config, (_, layer, part) = checkpoint.config, name.split(".", 2)
-    form, shape = family_of(config).arrays[part], arrays_of_layer(config, int(layer))[name]
+    form, shape = family_of(config).arrays[part], array_shape(config, name)
     tensor = f"model.layers.{layer}.{form.hf}"
     return PlannedTensor(tensor, "F32", form.hf_shape(shape), lambda array: form.to_hf(config, int(layer), array))
 
