@@ -172,15 +172,12 @@ class ModelBench(Record):
     @property
     def of_bound(self) -> float | None:
         """The best step over the best read's bound."""
-        return self._of_bound("best_s")
+        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read)
 
     @property
     def of_bound_median(self) -> float | None:
         """Median over median."""
-        return self._of_bound("median_s")
-
-    def _of_bound(self, statistic: Statistic) -> float | None:
-        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read, statistic)
+        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read, "median_s")
 
     @property
     def prompt_bound_tokens_per_s(self) -> float | None:
