@@ -54,7 +54,7 @@ def pack_i2_s(w_t: NDArray[np.int8], w_dequant_scale: float, layout: str = "x86"
     if w_t.dtype != np.int8 or w_t.min() < -1 or w_t.max() > 1:
         raise ShapeError("pack_i2_s", expected="int8 of -1, 0, +1", got=f"{w_t.dtype} {w_t.min()}..{w_t.max()}")
     codes = (w_t + np.int8(1)).view(np.uint8)
-    fields = codes.reshape(-1, 4, _BLOCK_BYTES.get(layout, codes.shape[1]))  # (blocks or row groups, 4, bytes)
+    fields = codes.reshape(-1, 4, _BLOCK_BYTES.get(layout, int(codes.shape[1])))  # (blocks or row groups, 4, bytes)
     out = np.zeros(w_t.size // 4 + TAIL_BYTES, dtype=np.uint8)
     np.bitwise_or.reduce(fields << _SHIFTS[:, None], axis=1, out=out[:-TAIL_BYTES].reshape(fields[:, 0].shape))
     out[-TAIL_BYTES:][:4] = np.array([w_dequant_scale], dtype="<f4").view(np.uint8)

@@ -222,8 +222,8 @@ def _read_factors(
             message = f"expected floats of shape {list(expected)}, got {info.dtype} of shape {list(info.shape)}"
             raise FormatError(message, path=file.path, offset=info.offset, field=names[letter])
         array = file.read(names[letter])
-        if message := find_not_finite(array):
-            raise FormatError(message, path=file.path, offset=info.offset, field=names[letter])
+        if problem := find_not_finite(array):
+            raise FormatError(problem, path=file.path, offset=info.offset, field=names[letter])
         arrays[letter] = array.astype(np.float32)
     return arrays["A"], arrays["B"]
 
