@@ -87,10 +87,10 @@ def test_backends_equal_the_text(kind, be):
         np.testing.assert_array_equal(call(be, "linear", x, own), expected)
         for i in range(0, tokens, 7):
             np.testing.assert_array_equal(call(be, "linear", x[i : i + 1], own), expected[i : i + 1])
-        np.testing.assert_array_equal(own.rows(np.array([0, rows - 1]), F), w.matrix.rows(np.array([0, rows - 1]), F))
-        np.testing.assert_array_equal(own.plain().matrix.array, w.matrix.array)
+        np.testing.assert_array_equal(own.rows(np.array([0, rows - 1]), F), w.linear.rows(np.array([0, rows - 1]), F))
+        np.testing.assert_array_equal(own.plain().linear.array, w.linear.array)
         if kind != "TQ1_0":  # whose random bytes are not what ggml writes: see `test_a_file_by_the_rule`
-            np.testing.assert_array_equal(own.plain().matrix.stored, w.matrix.stored)
+            np.testing.assert_array_equal(own.plain().linear.stored, w.linear.stored)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -195,8 +195,8 @@ def test_a_file_by_the_rule(name):
     compiled = bitnet_ref.load(path, backend="cython", activations="blocks")
     np.testing.assert_allclose(compiled.logits(tokens), mine, atol=2e-2 * np.abs(mine).max())
     for each, own in compiled.weights.linears():  # panels take the place of blocks, and give them back
-        assert (type(own) is RuledWeight) == (type(weights[each].matrix) is DenseWeight)
-        np.testing.assert_array_equal(own.plain().matrix.stored, weights[each].matrix.stored)
+        assert (type(own) is RuledWeight) == (type(weights[each].linear) is DenseWeight)
+        np.testing.assert_array_equal(own.plain().linear.stored, weights[each].linear.stored)
         assert own.nbytes <= 1.25 * weights[each].nbytes  # TQ1_0 in two bits
 
 

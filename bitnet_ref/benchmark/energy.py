@@ -23,16 +23,11 @@ READING = "root can allow it: chmod a+r /sys/class/powercap/intel-rapl*/energy_u
 class EnergyZone:
     """One counter."""
 
-    name: str
     counter: Path
     range_uj: int
 
     def read_uj(self) -> int:
         return int(self.counter.read_text())
-
-    def joules_between(self, before_uj: int, after_uj: int) -> float:
-        """The counter may have started again from 0 once."""
-        return (after_uj - before_uj) % self.range_uj / 1e6
 
 
 class EnergyMeter:
@@ -55,11 +50,11 @@ class EnergyMeter:
         return [zone.read_uj() for zone in self.zones]
 
     def joules_since(self, before_uj: list[int]) -> float | None:
-        """Of all zones together, since that reading. None without zones."""
+        """Of all zones together, since that reading; a counter may have begun again at 0 once. None without zones."""
         if not self.zones:
             return None
         pairs = zip(self.zones, before_uj, strict=True)
-        return sum(zone.joules_between(before, zone.read_uj()) for zone, before in pairs)
+        return sum((zone.read_uj() - before) % zone.range_uj for zone, before in pairs) / 1e6
 
 
 def find_zones(folder: Path) -> Iterator[EnergyZone]:
@@ -67,4 +62,4 @@ def find_zones(folder: Path) -> Iterator[EnergyZone]:
     for zone in sorted(folder.glob("intel-rapl:*")):
         name = (zone / "name").read_text().strip()
         if name.startswith("package") or name == "dram":
-            yield EnergyZone(name, zone / "energy_uj", int((zone / "max_energy_range_uj").read_text()))
+            yield EnergyZone(zone / "energy_uj", int((zone / "max_energy_range_uj").read_text()))

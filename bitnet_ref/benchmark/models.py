@@ -172,15 +172,12 @@ class ModelBench(Record):
     @property
     def of_bound(self) -> float | None:
         """The best step over the best read's bound."""
-        return self._of_bound("best_s")
+        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read)
 
     @property
     def of_bound_median(self) -> float | None:
         """Median over median."""
-        return self._of_bound("median_s")
-
-    def _of_bound(self, statistic: Statistic) -> float | None:
-        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read, statistic)
+        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read, "median_s")
 
     @property
     def prompt_bound_tokens_per_s(self) -> float | None:
@@ -351,15 +348,10 @@ def decode(model: Model, token: int, position: int, cache: KVCache) -> TokenLogi
 
 def choose(logits: TokenLogits) -> int:
     """The greedy token, and where all logits are known its log probability, as generation computes it."""
-    token = most_likely(logits)
+    token = int(logits.ids[logits.values.argmax()])  # of equal logits the lowest id
     if logits.complete:
         log_probability(logits.values, token)
     return token
-
-
-def most_likely(logits: TokenLogits) -> int:
-    """The greedy token; of equal logits the lowest id."""
-    return int(logits.ids[logits.values.argmax()])
 
 
 def profile_model(model: Model, prompt_tokens: int, new_tokens: int) -> Profile:

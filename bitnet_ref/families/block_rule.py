@@ -47,6 +47,7 @@ from ..reference.ops import Ops, require
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Shared
 from .blocks import BlockWeight
 from .family import WeightKind
+from .lora import LinearAround
 
 INPUTS = {
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "Q2_0", "Q1_0"), "Q8_0"),
@@ -156,7 +157,7 @@ class RuledLinear(LinearWeight):
         """The same weight, as the file has it."""
 
     def contents(self, name: str) -> Iterator[tuple[str, Array]]:
-        return self.plain().matrix.contents(f"{name} {self.inputs}")
+        return self.plain().linear.contents(f"{name} {self.inputs}")
 
     def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         require("ruled_linear", x.ndim == 2 and x.shape[1] == self.shape[1], f"x (N, {self.shape[1]})", x=x)
@@ -164,38 +165,21 @@ class RuledLinear(LinearWeight):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RuledWeight(RuledLinear):
+class RuledWeight(LinearAround, RuledLinear):
     """As the file has it."""
 
-    matrix: DenseWeight  # a BlockWeight, or one in float16 or bfloat16; with the bias and the name
+    linear: DenseWeight  # a BlockWeight, or one in float16 or bfloat16; with the bias and the name
 
     @property
     def inputs(self) -> str:
-        return INPUTS[self.matrix.block_type] if isinstance(self.matrix, BlockWeight) else self.matrix.dtype.name
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.matrix.name
-
-    @property
-    def bias(self) -> NDArray[np.float32] | None:  # type: ignore[override]
-        return self.matrix.bias
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)"""
-        return self.matrix.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
+        return INPUTS[self.linear.block_type] if isinstance(self.linear, BlockWeight) else self.linear.dtype.name
 
     def called(self, name: str) -> RuledWeight:
-        return RuledWeight(self.matrix.called(name))
+        return RuledWeight(self.linear.called(name))
 
     def rows(self, index: Any, dtype: DTypeLike) -> Floats:
         """Some rows as floats, exactly what the file means.   -> (n, K)"""
-        return self.matrix.rows(index, dtype)
+        return self.linear.rows(index, dtype)
 
     def plain(self) -> RuledWeight:
         return self
@@ -203,7 +187,7 @@ class RuledWeight(RuledLinear):
 
 def ruled_linear(x: Floats, w: RuledLinear) -> Floats:
     """The product of a linear by the rule, without its bias.   x (N, K) -> (N, out)"""
-    matrix = w.plain().matrix
+    matrix = w.plain().linear
     if isinstance(matrix, BlockWeight):
         return block_matmul(round_inputs(x, w.inputs), matrix)
     return layers.dense_matmul(narrow_inputs(x, w), matrix.stored, matrix.wide, matrix.widen)

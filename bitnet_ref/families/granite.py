@@ -22,7 +22,6 @@ from .family import (
     HfForm,
     HfKeys,
     Put,
-    TraceStep,
     near,
 )
 from .gemma3 import QUERY_SCALE_MISSING, query_scale_steps
@@ -52,10 +51,6 @@ def attention_block(be: Ops, x: Floats, w: LayerWeights, cfg: GraniteConfig, at:
 
 class GraniteLayer(MiniCpmLayer):
     attention_text = staticmethod(attention_block)
-
-
-def _steps(config: GraniteConfig, layer: int) -> list[TraceStep]:
-    return query_scale_steps(residual_scale_steps(config, layer), config.query_scale)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -116,7 +111,7 @@ FAMILIES = (
         "granite",
         GraniteConfig,
         layer_class=lambda config, layer: GraniteLayer,
-        steps=_steps,
+        steps=lambda config, layer: query_scale_steps(residual_scale_steps(config, layer), config.query_scale),
         constants=lambda config: {"residual_scale": config.residual_scale, "query_scale": config.query_scale},
         lacks=lambda config: ["scaled results and queries"],
         hf=HfForm("GraniteForCausalLM", _DEFAULTS, _read, _write, flags=("attention_bias", "mlp_bias")),

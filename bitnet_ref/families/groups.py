@@ -430,10 +430,6 @@ def _scales_by_column(w: GroupTernaryWeight) -> Floats:
     return np.repeat(w.scales.reshape(len(w.packed) // w.group, w.in_features), w.group, axis=0)
 
 
-def _can_have_scales_by_column(w: GroupTernaryWeight) -> bool:
-    return _is_plain(w) and len(w.packed) % w.group == 0 and w.in_features % w.group == 0
-
-
 def _neighbouring_scales(owner: str, by: int, axis: int) -> Hypothesis:
     """The scales of a neighbouring group (axis 1) or row (axis 0) in the place of each."""
     return _group_mistake(
@@ -455,10 +451,6 @@ def _without_last(w: GroupTernaryWeight) -> Floats:
     return expand_scales(np.concatenate([w.scales[:, :-1], w.scales[:, -2:-1]], axis=1), w)
 
 
-def _has_partial_group(w: GroupTernaryWeight) -> bool:
-    return _has_several_groups(w) and w.in_features % w.group != 0
-
-
 def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
     """What a reader of blocks of 18 bytes, d | 16 bytes of four codes each, makes of the blocks of 34 in the file.
 
@@ -470,10 +462,6 @@ def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
     blocks = data[: len(data) // 18 * 18].reshape(-1, 18)
     matrix = half_scales(blocks[:, :2]) * (q2_0_codes(blocks).astype(np.int8) - np.int8(1)).astype(np.float32)
     return matrix.reshape(w.shape)
-
-
-def _has_groups_of_128(w: GroupTernaryWeight) -> bool:
-    return w.group == 128 and w.in_features % 128 == 0
 
 
 # -- mistakes in Hadamard bases ----------------------------------------------------------------------------------------
@@ -497,10 +485,6 @@ class _NoRotation(Rotation):
 
     def turn_back(self, z: Floats) -> NDArray[np.float64]:
         return z.astype(np.float64)
-
-
-def _without_signs(signs: NDArray[np.float32], block: int, order: NDArray[np.int64] | None) -> Rotation:
-    return Rotation(np.ones_like(signs), block, order)
 
 
 def _rotated(kind: Callable[..., Rotation]) -> Edit:
@@ -530,11 +514,12 @@ MISTAKES = (
     Hypothesis(f"hook_embed {PRODUCTS}", "q2_0_of_128_read_as_64",
         "Q2_0 blocks of 128 weights (34 bytes) are read as blocks of 64 (18 bytes)",
         "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.",
-        _with_matrix(_read_as_64), _where(_has_groups_of_128)),
+        _with_matrix(_read_as_64), _where(lambda w: w.group == 128 and w.in_features % 128 == 0)),
     _group_mistake("group_scales_along_rows",
         "group scales are taken along the wrong axis: for neighbouring rows, not for neighbouring inputs",
         "A scale is for `group` neighbouring inputs of one row.",
-        _with_scales(_scales_by_column), _where(_can_have_scales_by_column)),
+        _with_scales(_scales_by_column),
+        _where(lambda w: _is_plain(w) and len(w.packed) % w.group == 0 and w.in_features % w.group == 0)),
     _group_size(64, 128, True, "groups_of_64_for_128"),
     _group_size(64, 128, False, "groups_of_64_for_128_rows_too"),
     _group_size(128, 64, True, "groups_of_128_for_64"),
@@ -543,7 +528,8 @@ MISTAKES = (
     _neighbouring_scales("next row", -1, 0),
     _group_mistake("last_group_scale_missing",
         "the last group of a row, which is not whole, has the scale of the one before",
-        "A row has ceil(inputs / group) scales.", _with_scales(_without_last), _where(_has_partial_group)),
+        "A row has ceil(inputs / group) scales.", _with_scales(_without_last),
+        _where(lambda w: _has_several_groups(w) and w.in_features % w.group != 0)),
     _rotation_mistake("rotation_ignored", "matrices in a Hadamard basis are used as plain ones",
         "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.", _rotated(_NoRotation), _is_rotated),
     _rotated_table_mistake("rotation_and_inverse_ignored",
@@ -556,7 +542,8 @@ MISTAKES = (
         "the signs are applied after the transform, and before it on the way back",
         "R x = H (signs x), and rows of the embedding are signs (H z).", _rotated(_SignsAfter), _has_rotated_table),
     _rotation_mistake("rotation_signs_ignored", "the Hadamard transform is applied without its signs",
-        "Read prism.hadamard.sign_values where sign_mode is explicit.", _rotated(_without_signs), _has_signs),
+        "Read prism.hadamard.sign_values where sign_mode is explicit.",
+        _rotated(lambda signs, block, order: Rotation(np.ones_like(signs), block, order)), _has_signs),
     Hypothesis("hook_embed", "rotation_inverse_missing", "rows of the embedding are not turned back",
         "A looked-up row z of a table in prism.hadamard.inverse_weight_names becomes signs (H z).",
         _rotated(_NoRotation), _is_rotated),

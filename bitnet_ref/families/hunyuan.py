@@ -36,9 +36,6 @@ from .llama import llama_steps
 from .qwen import HEAD_NORM_STEPS, Qwen3Config, Qwen3Layer, norm_heads
 
 
-class HunyuanConfig(Qwen3Config): ...
-
-
 def attention_block(be: Ops, x: Floats, w: HunyuanLayer, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """`reference.model.attention_block` with norms over heads that are turned already.   (N, D) -> (N, D)"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
@@ -56,7 +53,7 @@ class HunyuanLayer(Qwen3Layer):
     attention_text: ClassVar[Any] = staticmethod(attention_block)
 
 
-def _steps(config: HunyuanConfig, layer: int) -> list[TraceStep]:
+def _steps(config: Qwen3Config, layer: int) -> list[TraceStep]:
     norms = [norm_step(f"attn.{x}_norm", f"attn.hook_rot_{x}", f"{heads} d", f"{x}_norm") for x, heads in ("qH", "kG")]
     steps = put_after(llama_steps(config, layer), "attn.hook_rot_k", *norms)
     normed = ("attn.q_norm.hook_normalized", "attn.k_norm.hook_normalized")
@@ -124,7 +121,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "bos_token_i
 FAMILIES = (
     Family(
         "hunyuan_v1_dense",
-        HunyuanConfig,
+        Qwen3Config,
         layer_class=lambda config, layer: HunyuanLayer,
         steps=_steps,
         names={

@@ -29,10 +29,6 @@ class NormedLinear(LinearAround):
     linear: LinearWeight
 
     @property
-    def bias(self) -> NDArray[np.float32] | None:  # type: ignore[override]
-        return self.linear.bias
-
-    @property
     def norm(self) -> Norm:  # type: ignore[override]
         return self.own_norm
 

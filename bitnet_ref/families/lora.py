@@ -52,6 +52,10 @@ class LinearAround(LinearWeight):
         return self.linear.nbytes
 
     @property
+    def bias(self) -> NDArray[np.float32] | None:  # type: ignore[override]
+        return self.linear.bias
+
+    @property
     def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
         return self.linear.bit_linear
 

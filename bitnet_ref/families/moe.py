@@ -108,9 +108,6 @@ class MoeConfig(ModelConfig):
         return {**attention, "router": (count, hidden), **stacked, "down_proj": (count * hidden, inner)}
 
 
-class MixtralConfig(MoeConfig): ...
-
-
 @dataclass(frozen=True)
 class Qwen3MoeConfig(MoeConfig, Qwen3Config): ...
 
@@ -416,7 +413,7 @@ def _read_mixtral(keys: HfKeys) -> dict[str, Any]:
     return {**counts, "moe_intermediate_size": width, "sliding_window": window}
 
 
-def _write_mixtral(config: MixtralConfig) -> dict[str, Any]:
+def _write_mixtral(config: MoeConfig) -> dict[str, Any]:
     counts = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
     return {**counts, "sliding_window": config.sliding_window}
 
@@ -696,7 +693,7 @@ FAMILIES = (
     ),
     _family(
         "mixtral",
-        MixtralConfig,
+        MoeConfig,
         layer_class=_layer(MoeLayer, LayerWeights),
         steps=lambda config, layer: _moe_steps(llama_steps(config, layer)),
         names=ROUTER,

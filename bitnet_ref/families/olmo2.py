@@ -68,10 +68,6 @@ class Olmo2Layer(Gemma3Layer):
     feed_forward_text = staticmethod(feed_forward)
 
 
-def _make_layer(config: Olmo2Config, parts: dict[str, Any]) -> dict[str, Any]:
-    return {**parts, "attn_norm": None, "ffn_norm": None}
-
-
 def _steps(config: Olmo2Config, layer: int) -> list[TraceStep]:
     steps = [step for step in llama_steps(config, layer) if step.name not in ("ln1", "ln2")]
     steps = change_steps(steps, inputs=("hook_resid_pre",))("attn.q_proj", "attn.k_proj", "attn.v_proj")
@@ -125,7 +121,7 @@ FAMILIES = (
         "olmo2",
         Olmo2Config,
         layer_class=lambda config, layer: Olmo2Layer,
-        make_layer=_make_layer,
+        make_layer=lambda config, parts: {**parts, "attn_norm": None, "ffn_norm": None},
         steps=_steps,
         axes=lambda config: {"K": config.kv_size},
         names={**HEAD_NORMS, **POST_NORM_NAMES},

@@ -193,11 +193,6 @@ def _window_keys(config: ModelConfig) -> dict[str, Any]:
     return windows | {"layer_types": types_of_layers(config)}
 
 
-def _read_qwen2(keys: HfKeys) -> dict[str, Any]:
-    """Biases on q, k and v."""
-    return {"attention_bias": True, "o_proj_bias": False, **_window(keys)}
-
-
 def _read_qwen3(keys: HfKeys) -> dict[str, Any]:
     """Norms of q and k in every layer, whatever use_qk_norm says."""
     keys.ignore("use_qk_norm")
@@ -205,15 +200,14 @@ def _read_qwen3(keys: HfKeys) -> dict[str, Any]:
 
 
 END_OF_TEXT = "<|endoftext|>"  # Qwen3's embedding models were trained to be read at this token
+_BIASES = {"attention_bias": True, "o_proj_bias": False}  # of Qwen2: on q, k and v
 _SIZES = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 _DEFAULTS = {**_SIZES, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = (
     Family(
         "qwen2",
-        hf=HfForm("Qwen2ForCausalLM", _DEFAULTS, _read_qwen2, _window_keys, flags=()),
-        gguf=GgufForm(
-            {"qwen2": Architecture("silu")}, lambda keys, fields: {"attention_bias": True, "o_proj_bias": False}
-        ),
+        hf=HfForm("Qwen2ForCausalLM", _DEFAULTS, lambda keys: _BIASES | _window(keys), _window_keys, flags=()),
+        gguf=GgufForm({"qwen2": Architecture("silu")}, lambda keys, fields: dict(_BIASES)),
         end_of_embedded=END_OF_TEXT,
     ),
     Family(

@@ -16,7 +16,7 @@ Source: Yang et al. 2024, "Gated Delta Networks" (arXiv:2412.06464), as in trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -757,14 +757,6 @@ def _turned_whole(step: Any, compute: Edit, x: Floats, *tables: Floats) -> Float
     return compute(x, *own_rope(step).tables(np.arange(len(x)), x.shape[2], np.float32))
 
 
-def _one_late(qkv: Floats) -> Floats:
-    return np.concatenate([0 * qkv[:1], qkv[:-1]])
-
-
-def _reverse_conv(w: DeltaLayer) -> DeltaLayer:
-    return replace(w, conv=np.ascontiguousarray(w.conv[:, ::-1]))
-
-
 def _other_product(step: Any, compute: Edit, x: Floats, w: DeltaLayer) -> Floats:
     """Decay is computed from b, and beta from a."""
     attn, _, hook = step.name.rpartition(".")
@@ -1024,13 +1016,13 @@ MISTAKES = (
         "conv_one_late",
         "the convolution is off by one: it ends before the current token",
         "Its last weight is for the current token.",
-        before(0, _one_late),
+        before(0, lambda qkv: np.concatenate([0 * qkv[:1], qkv[:-1]])),
     ),
     _conv_mistake(
         "conv_reversed",
         "the convolution's weights are in reverse order",
         "torch's conv1d is a correlation: weight [.., -1] is for the current token.",
-        before(1, _reverse_conv),
+        before(1, lambda w: replace(w, conv=np.ascontiguousarray(w.conv[:, ::-1]))),
     ),
     _gate_mistake(
         "output_gate_missing",
@@ -1039,10 +1031,6 @@ MISTAKES = (
         leave_out,
     ),
 )
-
-ALSO_RECORDED: Mapping[Callable[..., Floats], tuple[str, Callable[..., Floats]]] = {
-    delta_rule: ("hook_state", memories)
-}
 
 FAMILIES = (
     Family(
@@ -1053,7 +1041,7 @@ FAMILIES = (
         steps=_steps,
         axes=_axes,
         lacks=_lacks,
-        also_recorded=ALSO_RECORDED,
+        also_recorded={delta_rule: ("hook_state", memories)},
         from_recorded={delta_rule: answers},
         make_layer=_make_layer,
         of_layers=_of_layers,

@@ -95,10 +95,6 @@ class StretchedRope(RopeConfig):
         return (cos * self.attention_factor).astype(dtype), (sin * self.attention_factor).astype(dtype)
 
 
-def _linear(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
-    return RopeConfig.frequencies(rope, head_dim) / rope.factor
-
-
 def _dynamic(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
     # The base grows with the length seen *by this token*. transformers takes the longest length in the call for
     # all of its tokens, so there a prompt fed at once differs from the same prompt fed token by token; here the
@@ -136,13 +132,12 @@ def _yarn(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float
 
 def _longrope(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
     is_long = position >= rope.original_max_position_embeddings  # as with dynamic, by the length that this token sees
-    return RopeConfig.frequencies(rope, head_dim) / np.array(
-        rope.long_factors if is_long else rope.short_factors, dtype=np.float64
-    )
+    factors = rope.long_factors if is_long else rope.short_factors
+    return RopeConfig.frequencies(rope, head_dim) / np.array(factors, dtype=np.float64)
 
 
 STRETCHINGS: dict[str, Callable[[StretchedRope, int, int], NDArray[np.float64]]] = {
-    "linear": _linear,
+    "linear": lambda rope, head_dim, position: RopeConfig.frequencies(rope, head_dim) / rope.factor,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

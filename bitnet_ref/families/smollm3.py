@@ -20,7 +20,6 @@ from .family import (
     Edit,
     Family,
     GgufForm,
-    GgufKeys,
     HfForm,
     HfKeys,
     Hypothesis,
@@ -112,11 +111,6 @@ def _by_interval(layers: int, interval: int = INTERVAL) -> tuple[int, ...]:
     return tuple(int((layer + 1) % interval != 0) for layer in range(layers))
 
 
-def _read_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
-    """The interval is in llama.cpp's code, not in the file."""
-    return {"no_rope_layers": _by_interval(fields["num_hidden_layers"])}
-
-
 _DEFAULTS = {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
@@ -145,7 +139,8 @@ FAMILIES = (
         hf=HfForm("SmolLM3ForCausalLM", _DEFAULTS, _read, _write, flags=("attention_bias", "mlp_bias")),
         gguf=GgufForm(
             {"smollm3": Architecture("silu", permuted=True)},
-            _read_gguf,
+            # the interval is in llama.cpp's code, not in the file
+            lambda keys, fields: {"no_rope_layers": _by_interval(fields["num_hidden_layers"])},
             implied=lambda config: {"no_rope_layers": _by_interval(config.num_hidden_layers)},
         ),
         mistakes=(

@@ -349,6 +349,11 @@ def arrays_of_layer(config: ModelConfig, index: int) -> dict[str, tuple[int, ...
     return {f"blocks.{index}.{name}": shape for name, shape in shapes.items()}
 
 
+def array_shape(config: ModelConfig, name: str) -> tuple[int, ...]:
+    """The shape of one of these."""
+    return arrays_of_layer(config, int(name.split(".")[1]))[name]
+
+
 def norm_sizes(config: ModelConfig) -> dict[str, int]:
     """Name -> length of every norm: "blocks.0.attn_norm", ..., "final_norm"."""
     blocks = [norms_of_layer(config, index) for index in range(config.num_hidden_layers)]

@@ -49,7 +49,7 @@ from .safetensors import SafetensorsFile, content_hash, dtype_name, write_arrays
 log = logging.getLogger(__name__)
 
 FOLDER = ".bitnet_ref"  # a folder beside the model, so that nobody mistakes the cache for a file of the model
-VERSION = 6
+VERSION = 7
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified

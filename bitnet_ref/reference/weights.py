@@ -232,7 +232,7 @@ class ModelWeights:
         linears = [weight for layer in self.layers for _, weight in layer.linears()]
         narrow = any(isinstance(weight, DenseWeight) and not weight.wide for weight in linears)
         if narrow and any(weight.bit_linear for weight in linears):  # dense among ternary: see the top of `layers`
-            object.__setattr__(self, "layers", tuple(layer.map_linears(_widen_sums) for layer in self.layers))
+            object.__setattr__(self, "layers", tuple(layer.map_linears(widen_sums) for layer in self.layers))
 
     @property
     def tied(self) -> bool:
@@ -258,7 +258,8 @@ class ModelWeights:
         return sum(matrices) + sum(norms) + self.final_norm.weight.nbytes
 
 
-def _widen_sums(weight: LinearWeight) -> LinearWeight:
+def widen_sums(weight: LinearWeight) -> LinearWeight:
+    """A dense linear of a model that has BitLinears too; other weights as they are."""
     return replace(weight, wide=True) if isinstance(weight, DenseWeight) else weight
 
 

@@ -142,7 +142,8 @@ class SentencePieceTokenizer(Tokenizer):
             return []
         if not first and self._inner_processor is None:
             self._inner_processor = _processor(self._model_bytes + NO_DUMMY_PREFIX, self.path)
-        ids: list[int] = (self._processor if first else self._inner_processor).encode(text)
+        processor: Any = self._processor if first else self._inner_processor
+        ids: list[int] = processor.encode(text)
         return ids
 
     def _token_bytes(self, token: int) -> bytes:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import permutations, product
@@ -22,8 +23,10 @@ from helpers import BITNET as BITNET_CONFIG
 from helpers import DATA, GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
+from bitnet_ref.backends import choose_backend
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
+from bitnet_ref.formats import checkpoint as checkpoint_module
 from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import (
     TARGETS,
@@ -434,6 +437,28 @@ def test_what_a_proof_computes(tmp_path):
             proof = prove(source, written)
             assert (len(proof.problems), proof.tokens, proof.logits_equal) == (2, 0, False)
             assert (proof.planes.equal, proof.planes.total, proof.planes.first) == (12, 14, "blocks.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize("skipped", [[], ["model.layers.1.mlp", "o_proj"]])
+def test_a_proof_computes_the_models_logits_with_one_layer_in_memory(skipped, tmp_path, monkeypatch):
+    quantization = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    quantization |= {"modules_to_not_convert": ["lm_head", *skipped]}
+    folder = write_checkpoint(tmp_path, {**TINY, "num_hidden_layers": 4, "quantization_config": quantization})
+    layers, alive, done = [], [], []
+
+    def read_layer(checkpoint, index, prepare):
+        layer = checkpoint_module.read_layer(checkpoint, index, prepare)
+        layers.append((index, weakref.ref(layer.q_proj)))
+        alive.append(sum(each() is not None for _, each in layers))
+        return layer
+
+    monkeypatch.setattr(proof_module, "read_layer", read_layer)
+    with open_checkpoint(folder) as checkpoint:
+        logits = proof_module._logits(checkpoint, choose_backend("numpy"), lambda: done.append(1))
+        tokens = np.linspace(0, checkpoint.config.vocab_size - 1, len(logits)).astype(np.int64)
+    np.testing.assert_array_equal(logits, bitnet_ref.load(folder, backend="numpy").logits(tokens))
+    assert ([index for index, _ in layers], len(done)) == ([0, 1, 2, 3], 4)
+    assert max(alive) <= 2  # the next one is read while the pass has the last
 
 
 def test_what_a_proof_says_of_configurations(tmp_path):

@@ -494,9 +494,9 @@ class CythonBackend(KernelBackend):
 
     def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
         """A matrix in blocks in panels; one in 16 bits as it is."""
-        if not isinstance(w, RuledWeight) or not isinstance(w.matrix, BlockWeight):
+        if not isinstance(w, RuledWeight) or not isinstance(w.linear, BlockWeight):
             return w
-        return RuledPanelWeight.pack(w.matrix, self._memory)
+        return RuledPanelWeight.pack(w.linear, self._memory)
 
     def _ruled_linears(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
         """Linears by ggml's rule and their biases."""
@@ -510,7 +510,7 @@ class CythonBackend(KernelBackend):
         outputs: list[Floats] = []
         for inputs, same in groupby(map(self._ruled_panels, ws), lambda w: WIDTHS.get(w.inputs) or w.inputs):
             if isinstance(inputs, str):  # float16 or bfloat16
-                matrices = [replace(w.plain().matrix, bias=None) for w in same]
+                matrices = [replace(w.plain().linear, bias=None) for w in same]
                 outputs += self._dense_linears(self.kernels.narrow(x, inputs), matrices)
             else:
                 outputs += self.kernels.ruled_linears(x, [w for w in same if isinstance(w, RuledPanelWeight)])

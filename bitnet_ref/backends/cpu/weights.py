@@ -332,7 +332,7 @@ def kernels_take(w: DenseWeight) -> bool:
 
 def embedding_table(w: ModelWeights) -> DenseWeight | None:
     """The matrix whose rows are the embeddings, if kernels can read them."""
-    table = w.embedding.matrix if isinstance(w.embedding, RuledWeight) else w.embedding
+    table = w.embedding.linear if isinstance(w.embedding, RuledWeight) else w.embedding
     return table if type(table) is DenseWeight and kernels_take(table) else None
 
 

@@ -16,13 +16,14 @@ from ...errors import TokenizerError
 from ...families import KINDS
 from ...reference.cache import TokenBatch
 from ...reference.layers import Floats
-from ...reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm
+from ...reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, widen_sums
 from ..checkpoint import (
     Checkpoint,
     Progress,
     all_linears,
     choose_kind,
     is_ternary,
+    linear_names,
     part_count,
     parts,
     read_embedding,
@@ -276,14 +277,18 @@ def _compare_tokenizers(source: Checkpoint, written: Checkpoint, proof: Proof) -
 
 
 class _Layers:
-    """A checkpoint's blocks. Each is read when the forward pass reaches it."""
+    """A checkpoint's blocks as `ModelWeights` has them. Each is read when the forward pass reaches it."""
 
     def __init__(self, checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> None:
         self.checkpoint, self.be, self.tick = checkpoint, be, tick
 
     def __iter__(self) -> Iterator[LayerWeights]:
-        for index in range(self.checkpoint.config.num_hidden_layers):
-            yield read_layer(self.checkpoint, index, self.be.prepare)
+        config, quantized = self.checkpoint.config, self.checkpoint.config.quantization
+        ternary = any(is_ternary(config, name) for name in linear_names(config))
+        has_bit_linears = ternary and quantized is not None and quantized.int8_activations
+        for index in range(config.num_hidden_layers):
+            layer = read_layer(self.checkpoint, index, self.be.prepare)
+            yield layer.map_linears(widen_sums) if has_bit_linears else layer
             self.tick()
 
 
@@ -320,9 +325,9 @@ def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> Fl
     count = min(_TOKENS, config.context_length)
     tokens = np.linspace(0, config.vocab_size - 1, count).astype(np.int64)
     embedding = read_embedding(checkpoint)
-    layers: Any = _Layers(checkpoint, be, tick)
     head = read_head(checkpoint, embedding, be.prepare)
     final_norm = Norm(checkpoint.norm("final_norm"), config.norm_eps, "ln_final")
-    weights = ModelWeights(embedding, layers, final_norm, head)
+    weights = ModelWeights(embedding, (), final_norm, head)
+    object.__setattr__(weights, "layers", _Layers(checkpoint, be, tick))  # given to it, all would be read at once
     cache = be.new_cache(config, CacheSpec(1, count))
     return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all()

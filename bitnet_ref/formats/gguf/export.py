@@ -447,21 +447,19 @@ def write_gguf(
         raise FormatError(f"the alignment {alignment} is no power of two", path=path, field="general.alignment")
     header = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
     header += _packed_metadata(metadata)
-    offset, sizes = 0, []
+    offset = 0
     for tensor in tensors:
-        size = tensor.size
         header += _packed_string(tensor.name) + struct.pack("<I", len(tensor.shape))
         header += b"".join(struct.pack("<Q", n) for n in reversed(tensor.shape))
         header += struct.pack("<IQ", BY_NAME[tensor.type].id, offset)
-        sizes.append(size)
-        offset += size + -size % alignment
+        offset += tensor.size + -tensor.size % alignment
     header += bytes(-len(header) % alignment)
     tick = ticker(progress, len(tensors))
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         check_space(temporary, len(header) + offset)
         file.write(header)
-        for tensor, size in zip(tensors, sizes, strict=True):
-            data = tensor.produce()
+        for tensor in tensors:
+            data, size = tensor.produce(), tensor.size
             if data.size != size or data.dtype != np.uint8:
                 message = f"expected {size} bytes to write, got {data.dtype} {data.shape}"
                 raise FormatError(message, path=path, field=tensor.name)

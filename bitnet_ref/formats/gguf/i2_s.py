@@ -27,7 +27,7 @@ from ..packing import first_invalid_code, pack_words
 
 LAYOUTS = ("x86", "arm", "interleaved")
 TAIL_BYTES = 32
-_BLOCK_BYTES = {"x86": 32, "arm": 16}
+_BLOCK_BYTES = {"x86": 32, "arm": 16}  # of interleaved, those of a row of K bytes
 _SHIFTS = np.array([6, 4, 2, 0], dtype=np.uint8)
 _CHUNK_WORDS = 1 << 15  # at a time: what is made of them stays in the processor's cache
 
@@ -54,10 +54,7 @@ def pack_i2_s(w_t: NDArray[np.int8], w_dequant_scale: float, layout: str = "x86"
     if w_t.dtype != np.int8 or w_t.min() < -1 or w_t.max() > 1:
         raise ShapeError("pack_i2_s", expected="int8 of -1, 0, +1", got=f"{w_t.dtype} {w_t.min()}..{w_t.max()}")
     codes = (w_t + np.int8(1)).view(np.uint8)
-    if layout == "interleaved":
-        fields = codes.reshape(len(codes) // 4, 4, -1)  # (row groups, 4, K)
-    else:
-        fields = codes.reshape(-1, 4, _BLOCK_BYTES[layout])  # (blocks, 4, bytes)
+    fields = codes.reshape(-1, 4, _BLOCK_BYTES.get(layout, int(codes.shape[1])))  # (blocks or row groups, 4, bytes)
     out = np.zeros(w_t.size // 4 + TAIL_BYTES, dtype=np.uint8)
     np.bitwise_or.reduce(fields << _SHIFTS[:, None], axis=1, out=out[:-TAIL_BYTES].reshape(fields[:, 0].shape))
     out[-TAIL_BYTES:][:4] = np.array([w_dequant_scale], dtype="<f4").view(np.uint8)
@@ -68,7 +65,7 @@ def unpack_i2_s(raw: NDArray[np.uint8], shape: tuple[int, int], layout: str = "x
     """A tensor's bytes -> w_t (N, K) int8. Raises FormatError for the code 3, ShapeError for a wrong size."""
     n, k = shape
     codes = _checked_codes("unpack_i2_s", raw, shape, layout)
-    fields = codes.reshape(n // 4, 1, k) if layout == "interleaved" else codes.reshape(-1, 1, _BLOCK_BYTES[layout])
+    fields = codes.reshape(-1, 1, _BLOCK_BYTES.get(layout, k))
     return ((fields >> _SHIFTS[:, None] & np.uint8(3)).view(np.int8) - np.int8(1)).reshape(n, k)
 
 
@@ -78,7 +75,7 @@ def pack_from_i2_s(raw: NDArray[np.uint8], shape: tuple[int, int], layout: str) 
     if k % CODES_PER_BYTE:
         return pack_ternary(unpack_i2_s(raw, shape, layout))
     codes = _checked_codes("pack_from_i2_s", raw, shape, layout)
-    blocks = codes.reshape(-1, k if layout == "interleaved" else _BLOCK_BYTES[layout]).view("<u4")
+    blocks = codes.reshape(-1, _BLOCK_BYTES.get(layout, k)).view("<u4")
     packed = np.empty((len(blocks), 4, blocks.shape[1]), dtype=np.uint8)
     step = max(1, _CHUNK_WORDS // blocks.shape[1])
     for start in range(0, len(blocks), step):

@@ -29,7 +29,7 @@ from ..checkpoint import (
     Checkpoint,
     LoadOptions,
     all_linears,
-    arrays_of_layer,
+    array_shape,
     check_room,
     has_bias,
     is_ternary,
@@ -209,7 +209,7 @@ class GgufCheckpoint(Checkpoint):
 
     def array(self, name: str) -> NDArray[np.float32]:
         _, layer, part = name.split(".", 2)
-        form, shape = family_of(self.config).arrays[part], arrays_of_layer(self.config, int(layer))[name]
+        form, shape = family_of(self.config).arrays[part], array_shape(self.config, name)
         tensor = f"blk.{layer}.{form.gguf}"
         stored = self._floats(self._tensor(tensor, shape)).astype(np.float32)
         try:

@@ -80,7 +80,10 @@ def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path
     """
     folder = folder_of(path)
     if asked is not None and os.fspath(asked) != NO_ADAPTER:
-        return path, _folder_of(Path(asked))
+        own = folder_of(Path(asked))
+        if not is_present(own / CONFIG_FILE):
+            raise FormatError(f"there is no {CONFIG_FILE}, as an adapter of peft has it", path=asked)
+        return path, own
     if is_present(path / CONFIG_FILE) and not is_present(path / "config.json"):  # an adapter and no model
         if asked is not None:
             raise FormatError("is an adapter without a model; give its base to load that alone", path=path)
@@ -88,13 +91,6 @@ def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path
     is_folders = path.is_dir() or (path.suffix == ".safetensors" and not path.name.endswith(".bitnet.safetensors"))
     beside = asked is None and is_folders and any(is_present(folder / name) for name in ADAPTER_FILES)
     return path, folder if beside else None
-
-
-def _folder_of(path: Path) -> Path:
-    folder = folder_of(path)
-    if not is_present(folder / CONFIG_FILE):
-        raise FormatError(f"there is no {CONFIG_FILE}, as an adapter of peft has it", path=path)
-    return folder
 
 
 def _base_of(folder: Path) -> Path | str:
@@ -226,8 +222,8 @@ def _read_factors(
             message = f"expected floats of shape {list(expected)}, got {info.dtype} of shape {list(info.shape)}"
             raise FormatError(message, path=file.path, offset=info.offset, field=names[letter])
         array = file.read(names[letter])
-        if message := find_not_finite(array):
-            raise FormatError(message, path=file.path, offset=info.offset, field=names[letter])
+        if problem := find_not_finite(array):
+            raise FormatError(problem, path=file.path, offset=info.offset, field=names[letter])
         arrays[letter] = array.astype(np.float32)
     return arrays["A"], arrays["B"]
 

@@ -19,7 +19,7 @@ from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
 from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
 from .packings import check_awq
-from .wrappers import hf_form, text_part
+from .wrappers import hf_form, hf_forms, text_part
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -165,7 +165,7 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) ->
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         others = "other architectures are"
         reason = next((reason for part, reason in _NOT_DONE.items() if part in str(model_type)), others)
-        expected = ", ".join(name for name, family in FAMILIES.items() if family.hf is not None)
+        expected = ", ".join(hf_forms())
         raise ConfigError(f"expected one of {expected}, got {model_type!r}: {reason} not supported", field="model_type")
     form = hf_form(model_type)
     for key in SIZES:

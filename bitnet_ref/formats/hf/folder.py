@@ -32,7 +32,7 @@ from ..checkpoint import (
     Checkpoint,
     LoadOptions,
     all_linears,
-    arrays_of_layer,
+    array_shape,
     check_room,
     has_bias,
     is_ternary,
@@ -336,7 +336,7 @@ class HfCheckpoint(Checkpoint):
 
     def array(self, name: str) -> NDArray[np.float32]:
         _, layer, part = name.split(".", 2)
-        form, shape = family_of(self.config).arrays[part], arrays_of_layer(self.config, int(layer))[name]
+        form, shape = family_of(self.config).arrays[part], array_shape(self.config, name)
         tensor = f"{self.tensors.rename(f'model.layers.{layer}')}.{form.hf}"
         expected = form.hf_shape(shape)
         moved = (expected[0], *expected[:0:-1]) if self._norms_are_whole else expected

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import ConfigError, describe
-from ...families import FAMILIES
+from ...errors import ConfigError, describe, require
+from ...families import FAMILIES, family_table
 from ...families.family import HfForm, Wrapper
 from .config_keys import Doubt, check_unread, refuse_other_packings
 from .packings import HADAMARD_TYPE, drop_mlx_copy, hadamard_text_config
@@ -18,19 +18,21 @@ _OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantizat
 _PARTS_OF_WRAPPER = ("text_config", "vision_config", "mm_tokens_per_image")
 
 
+@family_table
+def hf_forms() -> dict[str, HfForm]:
+    """Model type -> what its family declares of its config.json."""
+    return {name: family.hf for name, family in FAMILIES.items() if family.hf is not None}
+
+
 def hf_form(model_type: str) -> HfForm:
-    """What the family of a model type declares of its config.json. ConfigError for one that has none."""
-    family = FAMILIES.get(model_type)
-    if family is None or family.hf is None:
-        known = ", ".join(name for name, family in FAMILIES.items() if family.hf is not None)
-        raise ConfigError(f"expected one of {known}, got {model_type!r}", field="model_type")
-    return family.hf
+    """That of a model type. ConfigError for one that has none."""
+    require(model_type in hf_forms(), "model_type", f"one of {', '.join(hf_forms())}", model_type)
+    return hf_forms()[model_type]
 
 
 def _wrapped(model_type: Any) -> tuple[str, Wrapper] | None:
     """The text model's type and the wrapper of that model type."""
-    forms = {name: family.hf for name, family in FAMILIES.items() if family.hf is not None}
-    wrappers = {form.wrapper.model_type: (name, form.wrapper) for name, form in forms.items() if form.wrapper}
+    wrappers = {form.wrapper.model_type: (name, form.wrapper) for name, form in hf_forms().items() if form.wrapper}
     return wrappers.get(model_type) if isinstance(model_type, str) else None
 
 
@@ -64,12 +66,9 @@ def text_part(raw: dict[str, Any], doubts: list[Doubt] | None = None) -> dict[st
 
 def _model_type_of_class(raw: dict[str, Any]) -> str | None:
     """The model type that the class in `architectures` or `auto_map` means, for files without model_type."""
-    classes: dict[str, str] = {}
-    for model_type, family in FAMILIES.items():
-        if family.hf is not None:
-            classes[family.hf.architecture] = model_type
-            if family.hf.wrapper is not None:
-                classes[family.hf.wrapper.architecture] = family.hf.wrapper.model_type
+    classes = {form.architecture: name for name, form in hf_forms().items()}
+    wrappers = [form.wrapper for form in hf_forms().values() if form.wrapper is not None]
+    classes |= {wrapper.architecture: wrapper.model_type for wrapper in wrappers}
     named, mapped = raw.get("architectures"), raw.get("auto_map")
     names = list(named) if isinstance(named, list) else []
     if isinstance(mapped, dict):

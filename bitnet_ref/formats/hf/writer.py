@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...families import family_of
-from ...families.family import LinearPlace
+from ...families.family import SIZES, LinearPlace
 from ...families.groups import split_tensor
 from ...families.moe import some_rows
 from ...families.rope import rope_json
@@ -41,7 +41,7 @@ from ..checkpoint import (
     Checkpoint,
     Progress,
     all_linears,
-    arrays_of_layer,
+    array_shape,
     has_bias,
     is_ternary,
     linear_names,
@@ -78,9 +78,7 @@ _NOT_IN_MLX = ("maple",)  # that it does not have
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # transformers' names, where they are not ours
 _SAME_NAME = (  # fields of ModelConfig whose keys have the same name
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
-    "bos_token_id",
+    *(*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"),
 )
 _SAID_ELSEWHERE = ("model_type", "quantization", "eos_token_ids", "pooling", "unit_embeddings")
 _NO_SCALE = (
@@ -278,15 +276,18 @@ def hf_quantization(checkpoint: Checkpoint, kind: str, masters: bool) -> Quantiz
     )
     if kind == "hf-packed" and checkpoint.kind == "hf-packed" and scale_convention(config.quantization) == "divide":
         return replace(quantization, linear_class="bitlinear")
-    biased = [name for name in all_linears(config) if is_ternary(config, name) and has_bias(config, name)]
     try:
-        for name in biased:
-            _scale_and_bias(quantization, checkpoint.linear(name))
+        return _exact_for_biases(checkpoint, quantization)
     except ConfigError:
         if kind != "hf-packed":
             raise
-        quantization = replace(quantization, linear_class="bitlinear")
-        for name in biased:
+        return _exact_for_biases(checkpoint, replace(quantization, linear_class="bitlinear"))
+
+
+def _exact_for_biases(checkpoint: Checkpoint, quantization: QuantizationConfig) -> QuantizationConfig:
+    """The same. Raises ConfigError for a bias that it cannot store."""
+    for name in all_linears(checkpoint.config):
+        if is_ternary(checkpoint.config, name) and has_bias(checkpoint.config, name):
             _scale_and_bias(quantization, checkpoint.linear(name))
     return quantization
 
@@ -378,7 +379,7 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
 
 def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
     config, (_, layer, part) = checkpoint.config, name.split(".", 2)
-    form, shape = family_of(config).arrays[part], arrays_of_layer(config, int(layer))[name]
+    form, shape = family_of(config).arrays[part], array_shape(config, name)
     tensor = f"model.layers.{layer}.{form.hf}"
     return PlannedTensor(tensor, "F32", form.hf_shape(shape), lambda array: form.to_hf(config, int(layer), array))
 

@@ -51,7 +51,7 @@ from ..checkpoint import (
     LoadOptions,
     Progress,
     all_linears,
-    arrays_of_layer,
+    array_shape,
     choose_kind,
     has_bias,
     is_ternary,
@@ -142,7 +142,7 @@ class NativeCheckpoint(Checkpoint):
         return self.take(name, (norm_size(self.config, name),), "F32")
 
     def array(self, name: str) -> NDArray[np.float32]:
-        return self.take(name, arrays_of_layer(self.config, int(name.split(".")[1]))[name], "F32")
+        return self.take(name, array_shape(self.config, name), "F32")
 
     def linear(self, name: str) -> LinearWeight:
         cfg = self.config
@@ -256,7 +256,11 @@ def write_native(
     if not os.fspath(path).endswith(SUFFIX):
         raise ConfigError(f"a native file's name ends in {SUFFIX}, got {os.fspath(path)!r}", field="path")
     tokenizer = {TOKENIZER_PREFIX + name: data for name, data in sorted(checkpoint.tokenizer_files().items())}
-    plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage), partial(_plan_array, checkpoint))
+
+    def plan_array(name: str) -> PlannedTensor:
+        return PlannedTensor(name, "F32", array_shape(checkpoint.config, name), np.asarray)
+
+    plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage), plan_array)
     plan["embedding"] = _plan_own_kind(checkpoint, storage, "embedding") or plan["embedding"]
     layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
@@ -287,11 +291,6 @@ def write_native(
         computed = content_hash(metadata, digests)
         writer.set_metadata("content_hash", computed)
     return computed
-
-
-def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
-    shape = arrays_of_layer(checkpoint.config, int(name.split(".")[1]))[name]
-    return PlannedTensor(name, "F32", shape, lambda array: array)
 
 
 def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[PlannedTensor]:

@@ -80,11 +80,8 @@ def export_onnx(
         graph = graph_type(checkpoint, _TensorProtos(data, data_path.name, external_bytes), progress).build()
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="bitnet_ref")
-        settings = {
-            FORMAT_KEY: FORMAT_VERSION,
-            CONFIG_KEY: json.dumps(config_to_dict(checkpoint.config), sort_keys=True),
-        }
-        for key, value in settings.items():
+        config = json.dumps(config_to_dict(checkpoint.config), sort_keys=True)
+        for key, value in ((FORMAT_KEY, FORMAT_VERSION), (CONFIG_KEY, config)):
             model.metadata_props.add(key=key, value=value)
         model_file.write_bytes(model.SerializeToString(deterministic=True))
         path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 
@@ -41,20 +41,18 @@ class GraphBuilder:
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
 
-    @overload
-    def __call__(self, op_type: str, *inputs: str, outputs: Literal[1] = 1, **attributes: Any) -> str: ...
+    def __call__(self, op_type: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node. Returns the name of its output."""
+        return self.add(op_type, *inputs, **attributes)[0]
 
-    @overload
-    def __call__(self, op_type: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]: ...
-
-    def __call__(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str | list[str]:
-        """Add a node. Returns the name of its output, or a list of names."""
+    def add(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> list[str]:
+        """Add a node. Returns the names of its outputs."""
         base = f"{self._scope}/{op_type}"
         count = self._counts[base] = self._counts.get(base, -1) + 1
         name = f"{base}_{count}" if count else base
         names = [f"{name}_output_{i}" for i in range(outputs)]
         self.nodes.append(self._onnx.helper.make_node(op_type, inputs, names, name=name, **attributes))
-        return names[0] if outputs == 1 else names
+        return names
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -240,7 +238,7 @@ class DecoderGraph:
     def apply_rope(self, x: str, rope: tuple[str, str]) -> str:
         """`layers.apply_rope`: x (B, H, S, d) -> (B, H, S, d)"""
         g, (cos, sin), half = self.g, rope, self.cfg.head_dim // 2
-        first, second = g("Split", x, g.ints(half, half), outputs=2, axis=-1)
+        first, second = g.add("Split", x, g.ints(half, half), outputs=2, axis=-1)
         left = g("Sub", g("Mul", first, cos), g("Mul", second, sin))
         right = g("Add", g("Mul", second, cos), g("Mul", first, sin))
         return g("Concat", left, right, axis=-1)
@@ -298,13 +296,12 @@ class DecoderGraph:
         self._tick()
         with self.g.scope(name.rpartition(".")[2]):
             ternary = w.bit_linear
-            y = self.dense_product(x, name, w) if ternary is None else self.ternary_product(x, name, ternary, w.norm)
+            if ternary is None:
+                array = w.array
+                y = self.matmul(x, self.g.weight(f"{name}.weight", array), array.dtype)
+            else:
+                y = self.ternary_product(x, name, ternary, w.norm)
             return y if w.bias is None else self.g("Add", y, self.g.weight(f"{name}.bias", w.bias))
-
-    def dense_product(self, x: str, name: str, w: Any) -> str:
-        """(B, S, K) -> (B, S, out), without the bias, by a weight that has its matrix as floats"""
-        array = w.array
-        return self.matmul(x, self.g.weight(f"{name}.weight", array), array.dtype)
 
     def ternary_product(self, x: str, name: str, ternary: TernaryLinear, norm: Norm | None) -> str:
         """(B, S, K) -> (B, S, out), without the bias"""
