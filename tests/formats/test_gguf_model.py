@@ -667,6 +667,8 @@ def test_yarn_at_its_limits(tmp_path):
     assert rope(4.0, attn_factor=0.5, yarn_attn_factor=2.0).attention_factor == pytest.approx(
         plain.attention_factor * 2
     )
+    for factor, number in ((16.0, 1.0), (5.0, 1.0), (2.0, 0.7), (40.0, 1.3)):  # the quotient is rounded to float32
+        assert rope(factor, yarn_attn_factor=number / (0.1 * np.log(factor) + 1)).attention_factor == number
     own = rope(4.0, yarn_beta_fast=20.0, yarn_beta_slow=2.0)
     assert (own.beta_fast, own.beta_slow) == (20.0, 2.0)
 

@@ -25,7 +25,7 @@ from helpers import (
 )
 
 import bitnet_ref
-from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats import hashes
 from bitnet_ref.formats.checkpoint import LoadOptions, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
@@ -147,6 +147,18 @@ def test_progress_counts_to_the_end(tmp_path):
     bitnet_ref.load(folder, backend="numpy", progress=lambda done, total: seen.append((done, total)))
     n = seen[-1][1]
     assert seen == [(i + 1, n) for i in range(n)]
+
+
+def test_a_model_saved_without_its_head(tmp_path):
+    """Of AutoModel, whose names have no "model.": vectors need no head."""
+    tensors = tiny_tensors(TINY)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    with pytest.warns(ConfigWarning, match="there is no lm_head.weight"):
+        m = load(write_checkpoint(tmp_path / "bare", TINY, bare))
+    np.testing.assert_array_equal(
+        m.embed([1, 2]), load(write_checkpoint(tmp_path / "whole", TINY, tensors)).embed([1, 2])
+    )
+    assert m.config.tie_word_embeddings
 
 
 # -- tensors that are wrong --------------------------------------------------------------------------------------------

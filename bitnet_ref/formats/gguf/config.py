@@ -267,8 +267,14 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
         keys.count("rope.scaling.original_context_length", context),
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=own if extra == 1 else float(str(np.float32(extra * own))),
+        attention_factor=own if extra == 1 else _product(extra, own),
     )
+
+
+def _product(quotient: float, divisor: float) -> float:
+    """The number that divided by `divisor` is the float32 `quotient`: one of six digits, if there is one."""
+    short = float(f"{quotient * divisor:.6g}")
+    return short if np.float32(short / divisor) == quotient else float(str(np.float32(quotient * divisor)))
 
 
 def _longrope(keys: _Keys, theta: float, context: int, head_dim: int) -> RopeConfig:

@@ -6,6 +6,7 @@ Every tensor is checked as it is read: present, of the right shape and dtype, fi
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigError, FormatError, TokenizerError
+from ...errors import ConfigError, ConfigWarning, FormatError, TokenizerError, printable
 from ...families import family_of
 from ...families.family import LinearPlace
 from ...families.linear_norms import put_norm
@@ -245,6 +246,15 @@ class HfCheckpoint(Checkpoint):
                 self.config = replace(self.config, quantization=online)
             self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
             self.evidence: list[str] = self._describe_left_out()
+            if not (self.config.tie_word_embeddings or self.tensors.prefix or "lm_head.weight" in self.tensors):
+                # Saved without its head: e5-mistral-7b-instruct, Qwen3-Embedding-8B
+                self.evidence.append(
+                    "there is no lm_head.weight: embed needs none; logits are guessed by the embedding matrix"
+                )
+                warnings.warn(
+                    printable(f"{self.tensors.main}: {self.evidence[-1]}", keep=""), ConfigWarning, stacklevel=2
+                )
+                self.config = replace(self.config, tie_word_embeddings=True)
             if any(name.endswith(".scales") for name in names):
                 self._read_packing(options or LoadOptions())
         moved = [name for name in names if name.endswith(".conv1d.weight")]
