@@ -58,7 +58,10 @@ STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size
         for (size_t k = 0; k < K; k++) key[k] = STEP(stored)(kind, keys[k], j, scales[k]);
         STEP_UNROLL
         for (size_t r = 0; r < R; r++) {
-            const STEP(f64v) x = STEP(load64)(q + r * STEP(DOUBLES));
+            STEP(f64v) x = STEP(load64)(q + r * STEP(DOUBLES));
+#if STEP_BYTES == 32
+            __asm__("" : "+x"(x)); /* or GCC 12 loads it with each product */
+#endif
             STEP_UNROLL
             for (size_t k = 0; k < K; k++) sums[r * K + k] = STEP_MULADD(x, key[k], sums[r * K + k]);
         }
@@ -260,8 +263,8 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
             any = (kv_range){seen.from < any.from ? seen.from : any.from, seen.to > any.to ? seen.to : any.to};
         }
         double *of_rows = sums ? sums + i * d : NULL;
-        if (all.from == any.from && all.to == any.to) {
-            STEP(some_rows)(c, i, R, all, rows, all.from - block.from, of_rows, NULL, i == 0);
+        if (!sums || (all.from == any.from && all.to == any.to)) {
+            STEP(some_rows)(c, i, R, any, rows, any.from - block.from, of_rows, NULL, i == 0);
             continue;
         }
         if (all.from >= all.to) all = (kv_range){block.to, block.to};
