@@ -58,7 +58,10 @@ STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size
         for (size_t k = 0; k < K; k++) key[k] = STEP(stored)(kind, keys[k], j, scales[k]);
         STEP_UNROLL
         for (size_t r = 0; r < R; r++) {
-            const STEP(f64v) x = STEP(load64)(q + r * STEP(DOUBLES));
+            STEP(f64v) x = STEP(load64)(q + r * STEP(DOUBLES));
+#if STEP_BYTES == 32
+            __asm__("" : "+x"(x)); /* or GCC 12 loads it with each product */
+#endif
             STEP_UNROLL
             for (size_t k = 0; k < K; k++) sums[r * K + k] = STEP_MULADD(x, key[k], sums[r * K + k]);
         }
@@ -86,6 +89,7 @@ STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size
 /* scores (n) float32 -> p (n) = softmax, rounded to float32, as doubles. Prefetches `count` rows meanwhile. */
 STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p, const char *const *ahead, size_t count,
                                       size_t bytes) {
+    enum { GROUP = 4 * STEP(DOUBLES) };
     const STEP(f64v) zero = {0};
     STEP(f32h) v;
     STEP(f64v) max_lanes = zero + (double)scores[0];
@@ -97,32 +101,26 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p, 
     for (; i < n; i++) largest = scores[i] > largest ? scores[i] : largest;
     STEP(f64v) sum = zero, power;
     size_t done = 0;
-    for (i = 0; i + 4 * STEP(DOUBLES) <= n; i += 4 * STEP(DOUBLES)) { /* the steps of one exponential are a chain */
+    for (i = 0; i < n; i += GROUP) { /* the steps of one exponential are a chain */
         STEP(f64v) powers[4];
+        float last[GROUP];
+        const size_t some = n - i < GROUP ? n - i : GROUP;
+        const float *from = some < GROUP ? last : scores + i;
         for (; done < count && done * n <= i * count; done++) kv_prefetch(ahead[done], bytes);
+        for (size_t k = some; k < GROUP; k++) last[k] = -INFINITY; /* e^-700 is nothing beside e^0 */
+        if (some < GROUP) memcpy(last, scores + i, some * sizeof *last);
         STEP_UNROLL
         for (size_t k = 0; k < 4; k++) {
-            memcpy(&v, scores + i + k * STEP(DOUBLES), sizeof v);
+            memcpy(&v, from + k * STEP(DOUBLES), sizeof v);
             powers[k] = STEP(widen)(v - largest);
         }
         STEP(exp_vectors)(powers, 4);
         STEP_UNROLL
         for (size_t k = 0; k < 4; k++) sum += powers[k];
-        memcpy(p + i, powers, sizeof powers);
+        if (some < GROUP) memcpy(p + i, powers, some * sizeof *p);
+        else memcpy(p + i, powers, sizeof powers);
     }
-    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
-        memcpy(&v, scores + i, sizeof v);
-        power = STEP(exp_lanes)(STEP(widen)(v - largest));
-        memcpy(p + i, &power, sizeof power);
-        sum += power;
-    }
-    double total = STEP(sum_lanes)(sum);
-    if (i < n) { /* the last few together, padded with e^0 */
-        v = (STEP(f32h)){0} + largest;
-        memcpy(&v, scores + i, (n - i) * sizeof(float));
-        power = STEP(exp_lanes)(STEP(widen)(v - largest));
-        for (size_t lane = 0; i < n; i++, lane++) total += p[i] = power[lane];
-    }
+    const double total = STEP(sum_lanes)(sum);
     const double inverse = 1.0 / total;
     for (i = 0; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
         memcpy(&power, p + i, sizeof power);
@@ -260,8 +258,8 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
             any = (kv_range){seen.from < any.from ? seen.from : any.from, seen.to > any.to ? seen.to : any.to};
         }
         double *of_rows = sums ? sums + i * d : NULL;
-        if (all.from == any.from && all.to == any.to) {
-            STEP(some_rows)(c, i, R, all, rows, all.from - block.from, of_rows, NULL, i == 0);
+        if (!sums || (all.from == any.from && all.to == any.to)) {
+            STEP(some_rows)(c, i, R, any, rows, any.from - block.from, of_rows, NULL, i == 0);
             continue;
         }
         if (all.from >= all.to) all = (kv_range){block.to, block.to};

@@ -614,16 +614,20 @@ STEP_INLINE void STEP(packed_panel)(const int T, const float *w, const float *x,
             __builtin_prefetch(next->ahead, 0, 2);
         STEP(f32v) sum[2 * STEP(PANEL_TOKENS)]; /* local, so that GCC 12 keeps it in registers */
         EACH_SUM sum[i] = (STEP(f32v)){0};
-        for (size_t k = 0; k < K / 32; k += 8) MULTIPLY(k * 32 + n * 8, K / 32 - k < 8 ? K / 32 - k : 8)
+        for (size_t k = 0, some; k < K / 32; k += some) {
+            some = K / 32 - k < 8 ? K / 32 - k : 8;
+            if (STEP_BYTES == 32 && some == 8) STEP_UNROLL MULTIPLY(k * 32 + n * 8, 8)
+            else MULTIPLY(k * 32 + n * 8, some)
+        }
         int level = 0;
         for (; n >> level & 1; level++) EACH_SUM sum[i] += pending[level][i];
         EACH_SUM pending[level][i] = sum[i];
     }
     STEP(f32v) *sum = pending[5];
     MULTIPLY((K / 32 + 7) / 8 * COLUMNS, K % 32)
+    EACH_SUM memcpy(out + i * F, &sum[i], sizeof sum[i]); /* GCC 12 would copy all of them byte by byte */
 #undef MULTIPLY
 #undef EACH_SUM
-    memcpy(out, sum, 2 * T * sizeof *sum);
 }
 
 /* Functions of their own, so that registers suffice */

@@ -313,7 +313,7 @@ RULED_TARGET static void STEP(ruled_panel)(int form, const uint8_t *panel, size_
             switch (form) { FORM(0) FORM(1) FORM(2) FORM(3) FORM(4) FORM(5) FORM(6) FORM(7) FORM(8) }
 #undef FORM
         }
-        for (int i = 0; i < T; i++, m++) memcpy(y + m * y_stride, out + i * RULED_ROWS, rows * sizeof(float));
+        for (int i = 0; i < T; i++, m++) copy_mostly(y + m * y_stride, out + i * RULED_ROWS, rows * 4, RULED_ROWS * 4);
     }
 }
 #undef RULED_SIGNED
