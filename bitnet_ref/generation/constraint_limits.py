@@ -45,26 +45,22 @@ def run_with_stack(function: Callable[[], T]) -> T:
 
 def check_size(guide: str, text: str) -> None:
     """Raise GenerationError for a text of more than MAX_BYTES."""
-    size = len(text.encode(errors="surrogatepass"))
-    _at_most(guide, "bytes", size, MAX_BYTES)
+    _at_most(guide, "bytes", len(text.encode(errors="surrogatepass")), MAX_BYTES)
 
 
 def check_choices(texts: Sequence[str], guide: str = "guided_choice") -> None:
     """Raise GenerationError for a string that is too long."""
-    longest = max(map(len, texts))
-    _at_most(guide, "characters of a string", longest, MAX_LITERAL)
+    _at_most(guide, "characters of a string", max(map(len, texts)), MAX_LITERAL)
 
 
 def check_regex(text: str, guide: str = "guided_regex", max_nesting: int = MAX_NESTING) -> None:
     """Raise GenerationError for a regular expression that is too long, nested too deeply, or has too many parts that
     may be missing or repeated: llguidance takes their number squared in time and memory."""
-    size = len(text.encode(errors="surrogatepass"))
-    _at_most(guide, "bytes of a regular expression", size, MAX_REGEX_BYTES)
+    _at_most(guide, "bytes of a regular expression", len(text.encode(errors="surrogatepass")), MAX_REGEX_BYTES)
     marks = list(_outside_classes(text))
     depth = max(accumulate({"(": 1, ")": -1}.get(mark, 0) for mark in marks), default=0)
     _at_most(guide, "parentheses in each other", depth, max_nesting)
-    repeats = sum(mark in _REPEATS for mark in marks)
-    _at_most(guide, "parts that may be missing or repeated", repeats, MAX_REPEATS)
+    _at_most(guide, "parts that may be missing or repeated", sum(mark in _REPEATS for mark in marks), MAX_REPEATS)
 
 
 _MARK = re.compile(r"\\.|\(\??|\|(?=[|)]|\Z)|[)\[\]?*+{]", re.DOTALL)
@@ -124,8 +120,7 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
         raise GenerationError(message, field=guide, mentions=["guided_json"])
     lexemes = list(_lex(text, guide))
     marks = Counter(lexeme.text for lexeme in lexemes if lexeme.kind == "mark")
-    repeats = sum(marks[mark] for mark in "?*+{")
-    _at_most(guide, "parts that may be missing or repeated", repeats, 2 * MAX_REPEATS)
+    _at_most(guide, "parts that may be missing or repeated", sum(marks[mark] for mark in "?*+{"), 2 * MAX_REPEATS)
     _at_most(guide, "rules and terminals", marks[":"], MAX_RULES)  # each has one after its name
     links = marks[":"] + sum(marks[bracket] for bracket in _OPENING)
     depth = 0

@@ -241,6 +241,7 @@ def _check_known(name: str, written: str, path: str | os.PathLike[str] | None = 
 def _parse_value(text: str) -> Any:
     """A TOML value, else the text itself."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        values = tomllib.loads(f"x = {text}")
+    except (ValueError, RecursionError):  # also an integer of thousands of digits, and deep lists
         return text
+    return values["x"] if len(values) == 1 else text  # of several lines

@@ -99,5 +99,4 @@ def _sysctl(name: str) -> str:
     """A macOS system value; "" on other systems."""
     if sys.platform != "darwin":
         return ""
-    done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()

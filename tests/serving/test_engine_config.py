@@ -171,8 +171,9 @@ def test_a_wrong_file_is_named_with_the_key(tmp_path, text, message):
 
 
 def test_a_wrong_variable_is_named():
-    with pytest.raises(ConfigError, match="environment, BITNET_REF_ENGINE_MAX_BATCH: expected a whole number"):
-        EngineConfig.load(env={"BITNET_REF_ENGINE_MAX_BATCH": "lots"})
+    for text in ("lots", "9" * 5000, "[" * 5000, "8\npage_size = 4"):
+        with pytest.raises(ConfigError, match="environment, BITNET_REF_ENGINE_MAX_BATCH: expected a whole number"):
+            EngineConfig.load(env={"BITNET_REF_ENGINE_MAX_BATCH": text})
     with pytest.raises(ConfigError, match="BITNET_REF_ENGINE_MAX_BACH: there is no such setting"):
         EngineConfig.load(env={"BITNET_REF_ENGINE_MAX_BACH": "3"})
 

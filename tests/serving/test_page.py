@@ -194,10 +194,10 @@ def test_every_metric_of_the_dashboard_exists(server):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
 def test_durations():
-    calls = "for (const value of [0.5, 59.94, 119.7, 125.2]) console.log(seconds(value));"
+    calls = "for (const value of [0.5, 0.9996, 59.94, 99.96, 119.7, 125.2]) console.log(seconds(value));"
     script = (page_module.FILES / "parts.js").read_text() + calls
     done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["500 ms", "59.9 s", "2 min 0 s", "2 min 5 s"]
+    assert done.stdout.splitlines() == ["500 ms", "1.0 s", "59.9 s", "1 min 40 s", "2 min 0 s", "2 min 5 s"]
 
 
 @needs_chromium

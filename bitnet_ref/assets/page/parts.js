@@ -39,8 +39,8 @@ function seconds(value) {
   if (value === 0) return "0 ms";
   if (value < 0.001) return `${(value * 1e3).toFixed(2)} ms`;
   if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
-  if (value < 1) return `${Math.round(value * 1e3)} ms`;
-  return value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(Math.round(value) / 60)} min ${Math.round(value) % 60} s`;
+  if (value < 0.9995) return `${Math.round(value * 1e3)} ms`;
+  return value < 99.95 ? `${value.toFixed(1)} s` : `${Math.floor(Math.round(value) / 60)} min ${Math.round(value) % 60} s`;
 }
 
 function percent(share) {

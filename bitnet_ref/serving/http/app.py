@@ -155,11 +155,7 @@ def create_app(
         middleware.append(Middleware(OriginCheck, **allowed))
     if api_keys:
         middleware.append(Middleware(Gate, check=partial(check_key, api_keys)))
-    posts = {
-        "/v1/embeddings": server.embeddings,
-        "/tokenize": server.tokenize,
-        "/detokenize": server.detokenize,
-    }
+    posts = {"/v1/embeddings": server.embeddings, "/tokenize": server.tokenize, "/detokenize": server.detokenize}
     gets = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,

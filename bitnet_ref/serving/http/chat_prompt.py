@@ -63,8 +63,7 @@ def thinking_variables(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """As templates expect it: text in one piece, and the arguments of tool calls as values."""
-    text = read_parts(message.get("content"), f"messages.{number}.content", CHAT_PARTS)
-    plain = {**message, "content": text}
+    plain = {**message, "content": read_parts(message.get("content"), f"messages.{number}.content", CHAT_PARTS)}
     calls = list(message.get("tool_calls") or [])
     if plain["role"] == "function":
         plain["role"] = "tool"

@@ -68,8 +68,7 @@ def make_routes(server: Server) -> list[Route]:
     async def apply_template(request: Request) -> Response:
         body = await server.body(request)
         async with server.borrow(body) as (_, engine):
-            has_tools = bool(body.get("tools"))
-            text = await server.work(chat_text, engine.model, body, server.chat_template, has_tools)
+            text = await server.work(chat_text, engine.model, body, server.chat_template, bool(body.get("tools")))
             return JSONResponse({"prompt": text})
 
     async def props(request: Request) -> Response:

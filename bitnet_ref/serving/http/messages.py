@@ -215,8 +215,7 @@ class MessageWriter(BlockWriter):
         return sign + self._event("content_block_stop", index=block.index)
 
     def closing(self) -> str:
-        stop = self._stop()
-        end = self._event("message_delta", delta=stop, usage=self._usage())
+        end = self._event("message_delta", delta=self._stop(), usage=self._usage())
         return end + self._event("message_stop")
 
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:

@@ -176,8 +176,7 @@ def read_response(
     messages: list[dict[str, Any]] = []
     if body.get("previous_response_id") is not None:
         messages = list(store.find(body["previous_response_id"])[2])
-    new = read_items(items, store.find_item)
-    messages += new
+    messages += read_items(items, store.find_item)
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat = {
         **{name: body.get(name) for name in ("model", "stream", "temperature", "seed", "parallel_tool_calls")},

@@ -63,13 +63,7 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, ch
     if best_of < n or (best_of > n and (common["stream"] or "num_beams" in params)):
         raise RequestError(f"expected at least n, {n}, and no more in a stream or with beams; got {best_of}", "best_of")
     params |= {"n": best_of, "echo": True}  # the prompt's text is cut off again; so a space after it is not lost
-    return Asked(
-        *(model_name, prompts, params, False, n),
-        **common,
-        echo=echo,
-        top=top,
-        is_only_scored=only_scored,
-    )
+    return Asked(model_name, prompts, params, False, n, **common, echo=echo, top=top, is_only_scored=only_scored)
 
 
 INFILL_TOKENS = (  # before the prefix, before the suffix, before the middle, as published tokenizers name them
