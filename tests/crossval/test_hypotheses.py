@@ -115,3 +115,10 @@ def test_linears_that_are_zeros_are_read_off_the_candidate() -> None:
     assert seen["blocks.0.mlp.up_proj.hook_out"].any()
     unseen = [h.cause for h in forward_hypotheses(setting, {}) if "zeros" in h.name]
     assert "the linears of 768 inputs return zeros" in unseen
+
+
+@pytest.mark.parametrize(("case", "applies"), [("bitnet-packed-offline", False), ("../families/qwen3-groups128", True)])
+def test_norms_of_keys_are_of_models_that_have_them(case, applies):
+    setting = replace(Setting.of(model(GOLDEN / case), TOKENS), calls=(8, 1, 1))
+    mistake = next(h for h in forward_hypotheses(setting, {}) if h.name == "cache_normed_twice")
+    assert (mistake.change(setting) is not None) == applies

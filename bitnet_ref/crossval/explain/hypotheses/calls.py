@@ -183,10 +183,12 @@ def _before_rope(keys: Array, step: Step) -> Array:
     return step.seen.get(f"{attn}.k_norm.hook_normalized", step.seen[f"{attn}.hook_k"])
 
 
+def _has_key_norm(step: Step) -> bool:
+    return getattr(layer_weights(step), "k_norm", None) is not None
+
+
 def _normed_again(keys: Array, step: Step) -> Array:
-    norm = getattr(layer_weights(step), "k_norm", None)
-    if norm is None:
-        raise LookupError("no norm of keys")
+    norm = layer_weights(step).k_norm
     return layers.rms_norm(keys.reshape(-1, len(norm.weight)), norm.weight, norm.eps)
 
 
@@ -355,7 +357,8 @@ def _distinct(calls: Calls) -> Iterator[Hypothesis]:
             seen.add(key)
             yield mistake
     for name, cause, rows, *which in _READS:
-        yield _read_mistake(f"cache_{name}", cause, _CACHE, reads(rows, *which))
+        fits = _has_key_norm if rows is _normed_again else _several
+        yield _read_mistake(f"cache_{name}", cause, _CACHE, reads(rows, *which), fits=fits)
 
 
 def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
