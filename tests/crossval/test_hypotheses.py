@@ -8,6 +8,7 @@ from helpers import GOLDEN, model
 
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES, forward_hypotheses
 from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.names import LOGITS
 
 TOKENS = [1, 17, 5, 23, 9, 42, 3, 3, 60, 11]
 # Between them these have every feature that a hypothesis is about: relu2 and silu, sub-norms, GQA, a window, RoPE
@@ -115,3 +116,24 @@ def test_linears_that_are_zeros_are_read_off_the_candidate() -> None:
     assert seen["blocks.0.mlp.up_proj.hook_out"].any()
     unseen = [h.cause for h in forward_hypotheses(setting, {}) if "zeros" in h.name]
     assert "the linears of 768 inputs return zeros" in unseen
+
+
+@pytest.mark.parametrize(("case", "applies"), [("bitnet-packed-offline", False), ("../families/qwen3-groups128", True)])
+def test_norms_of_keys_are_of_models_that_have_them(case, applies):
+    setting = replace(Setting.of(model(GOLDEN / case), TOKENS), calls=(8, 1, 1))
+    mistake = next(h for h in forward_hypotheses(setting, {}) if h.name == "cache_normed_twice")
+    assert (mistake.change(setting) is not None) == applies
+
+
+@pytest.mark.parametrize("case", ["smollm3", "maple", "hunyuan", "granite"])  # no RoPE, norms after it, factors of q
+def test_rows_of_others_are_what_attention_reads(case):
+    others = (tuple(TOKENS), (7, 5, 2))
+    setting = replace(Setting.of(model(GOLDEN / "../families" / case), TOKENS), calls=(8, 1, 1), others=others)
+    known = {h.name: h.change(setting) for h in forward_hypotheses(setting, {}) if "other_" in h.name}
+    right = dict.fromkeys(
+        ("cache_of_other_0", "keys_of_other_0", "values_of_other_0"), setting
+    )  # that is this sequence
+    right["sees_other_1"] = replace(setting, tokens=np.array([*others[1], *TOKENS]), calls=(), others=())
+    for name, same in right.items():
+        logits = same.run()[LOGITS][-len(TOKENS) :]
+        np.testing.assert_allclose(known[name].run()[LOGITS], logits, atol=1e-4 * np.abs(logits).max(), err_msg=name)

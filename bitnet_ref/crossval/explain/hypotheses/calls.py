@@ -22,7 +22,7 @@ from ....reference.config import ModelConfig
 from ....reference.layers import Array
 from ....reference.weights import ModelWeights
 from ...calls import Calls, call_of_tokens, start_of_tokens
-from ...names import LOGITS, is_by_head
+from ...names import LOGITS, is_by_head, op_inputs
 from ..number_formats import FLOATS, INT4_ROWS, INT8_ROWS, rounded, to_integers
 from ..variants import Setting, Step, all_scores
 
@@ -183,10 +183,12 @@ def _before_rope(keys: Array, step: Step) -> Array:
     return step.seen.get(f"{attn}.k_norm.hook_normalized", step.seen[f"{attn}.hook_k"])
 
 
+def _has_key_norm(step: Step) -> bool:
+    return getattr(layer_weights(step), "k_norm", None) is not None
+
+
 def _normed_again(keys: Array, step: Step) -> Array:
-    norm = getattr(layer_weights(step), "k_norm", None)
-    if norm is None:
-        raise LookupError("no norm of keys")
+    norm = layer_weights(step).k_norm
     return layers.rms_norm(keys.reshape(-1, len(norm.weight)), norm.weight, norm.eps)
 
 
@@ -204,10 +206,9 @@ def _of_other(index: int) -> Rows:
     """The rows that the other sequence of that number has at the same positions; its last for longer ones."""
 
     def rows_of(rows: Array, step: Step) -> Array:
-        attn, _, hook = step.name.rpartition(".")
         setting = step.setting
         steps = _steps_of(setting.config, setting.weights, setting.path, *setting.others[index])
-        other: Array = steps[f"{attn}.{'hook_rot_k' if hook == 'hook_attn_scores' else 'hook_v'}"].result
+        other: Array = steps[step.name].inputs[1]
         return other[np.minimum(np.arange(len(rows)), len(other) - 1)]
 
     return rows_of
@@ -268,16 +269,18 @@ def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
         values, n = inputs[1], len(setting.tokens)
         seen = front[:1] if place == ALL_AT_0 else front
         steps = _steps_of(setting.config, setting.weights, setting.path, *seen)
-        keys_in_front, v_in_front = (steps[f"{attn}.{hook}"].result for hook in ("hook_rot_k", "hook_v"))
+        scores = f"{attn}.hook_attn_scores"
+        keys_in_front, v_in_front = (steps[name].inputs[1] for name in (scores, step.name))
         if place == ALL_AT_0:  # which are all the same
             keys_in_front, v_in_front = (np.repeat(x, len(front), axis=0) for x in (keys_in_front, v_in_front))
-        q, group = step.seen[f"{attn}.hook_rot_q"], inputs[0].shape[0] // values.shape[1]
+        heads, group = len(inputs[0]), len(inputs[0]) // values.shape[1]
+        q = step.seen[op_inputs(scores, setting.config)[0]].reshape(n, heads, -1)
         k_wide, v_wide = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys_in_front, v_in_front))
         in_front = np.einsum("ihd,jhd->hij", q.astype(np.float64), k_wide) * q.shape[2] ** -0.5
         if (window := setting.config.window_of(step.layer or 0)) is not None:
             distance = np.arange(n)[:, None] - (np.arange(len(front)) - len(front))
             in_front = np.where(distance < window, in_front, -np.inf)
-        own = step.seen[f"{attn}.hook_attn_scores"].astype(np.float64)
+        own = step.seen[scores].astype(np.float64)
         both = layers.softmax(np.concatenate([in_front, own], axis=2))
         z = np.einsum("hij,jhd->ihd", both[:, :, : len(front)], v_wide)
         z += np.einsum("hij,jhd->ihd", both[:, :, len(front) :], np.repeat(values, group, axis=1).astype(np.float64))
@@ -355,7 +358,8 @@ def _distinct(calls: Calls) -> Iterator[Hypothesis]:
             seen.add(key)
             yield mistake
     for name, cause, rows, *which in _READS:
-        yield _read_mistake(f"cache_{name}", cause, _CACHE, reads(rows, *which))
+        fits = _has_key_norm if rows is _normed_again else _several
+        yield _read_mistake(f"cache_{name}", cause, _CACHE, reads(rows, *which), fits=fits)
 
 
 def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
