@@ -28,7 +28,7 @@ from ..system.workers import Workers
 from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, default_tokens
 from .receipt import make_receipt, read_receipt, write_receipt
-from .report import Crossing
+from .report import Crossing, html_page
 
 BACKENDS = "backends"
 Task = tuple[str, str, str | None]  # a model, an engine, and the interpreter that has it
@@ -189,9 +189,4 @@ def _as_html(engines: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:
         texts = [f'<a href="{e(_link(c))}">{e(c.text)}</a>' if c.receipt else e(c.text) for c in cells]
         body += f"<tr><th>{e(model)}</th>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
     style = "body{font:15px system-ui,sans-serif}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ddd}"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Who agrees with whom</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}'
-        f"</style></head><body><h1>Who agrees with whom</h1><table><tr><th></th>{head}</tr>{body}</table></body>"
-        "</html>\n"
-    )
+    return html_page("Who agrees with whom", style, f"<table><tr><th></th>{head}</tr>{body}</table>")

@@ -366,14 +366,17 @@ def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Cro
         for i, c in enumerate(crossings)
     )
     body = "".join(_section(f"s{i}", crossing) for i, crossing in enumerate(crossings))
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head><body><h1>{_e(title)}</h1><table>{rows}</table>"
-        f"<h2>Verdicts</h2><table>{overview}</table>{body}</body></html>\n"
-    )
+    page = html_page(title, _STYLE, f"<table>{rows}</table><h2>Verdicts</h2><table>{overview}</table>{body}")
     with atomic_path(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
+
+
+def html_page(title: str, style: str, body: str) -> str:
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{style}</style></head><body><h1>{_e(title)}</h1>{body}</body></html>\n"
+    )
 
 
 _STYLE = """

@@ -36,7 +36,7 @@ from bitnet_ref.cli.shell import make_row, make_table, style_text
 from bitnet_ref.crossval.compare import Comparison, OpResult
 from bitnet_ref.crossval.doctor import BackendState, Installation
 from bitnet_ref.crossval.exercises.grading import Grade, Graded
-from bitnet_ref.crossval.explain.diagnose import Diagnosis
+from bitnet_ref.crossval.explain.diagnose import Diagnoses, Diagnosis
 from bitnet_ref.crossval.linear.verdict import LinearVerdict, LineVerdict
 from bitnet_ref.crossval.paths import PathCheck
 from bitnet_ref.crossval.precision import PrecisionBench, PrecisionError
@@ -302,6 +302,8 @@ CAUSES = [
     Diagnosis("perhaps", "a penalty", "turn it off", confirmed=False, possible=True),
     Diagnosis("no", "a sampler", "-", confirmed=False),
 ]
+STOPPED = Diagnoses(CAUSES)
+STOPPED.stopped = "time"
 FINDINGS = [
     Finding("error", "weights", "is torn", path="a/b.gguf", offset=0, field="a\nb\tc"),
     Finding("warning", "config", "is odd", field="key"),
@@ -362,11 +364,11 @@ DRAWINGS = {
     "verification, holds": lambda out: crossval_command._draw_verification(replace(VERIFICATION, refuted=[]), out),
     "linear": lambda out: crossval_command._draw_linear(LinearVerdict("mine.py", "torch 2", tuple(LINES)), out),
     "linear, right": lambda out: crossval_command._draw_linear(LinearVerdict("mine.py", "", tuple(LINES[:2])), out),
-    "outputs": lambda out: crossval_outputs.draw_outputs(
-        [("a", "equal", True), ("b", "no", False)], CAUSES, out, "time"
+    "outputs": lambda out: crossval_outputs.draw_outputs([("a", "equal", True), ("b", "no", False)], STOPPED, out),
+    "outputs, not told apart": lambda out: crossval_outputs.draw_outputs(
+        [("a", "no", False)], Diagnoses([CAUSES[1]] * 2), out
     ),
-    "outputs, not told apart": lambda out: crossval_outputs.draw_outputs([("a", "no", False)], [CAUSES[1]] * 2, out),
-    "outputs, equal": lambda out: crossval_outputs.draw_outputs([("a", "equal", True)], [CAUSES[2]], out),
+    "outputs, equal": lambda out: crossval_outputs.draw_outputs([("a", "equal", True)], Diagnoses([CAUSES[2]]), out),
     "grades": lambda out: grade_command._draw(out, [NOTEBOOK]),
     "verify": lambda out: verify_command.draw([(f"line {n}", each) for n, each in enumerate(ANSWERS)], "numpy", out),
     "verify, one": lambda out: verify_command.draw([("", EQUAL_ANSWER)], "numpy", out),
