@@ -131,7 +131,7 @@ class CorrectEngine(Backend):
 
     def compute(self, name: str, function: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
         """An op of a family: its products as above, the others with the rounding of a few operations."""
-        if function is group_linear and not args[1].turns_input:
+        if function is group_linear and args[1].rotation is None:
             return self.sums.products(args[0], _floats(args[1]).T)
         y = function(*args)
         noise = self.rng.uniform(-2, 2, y.shape).astype(F32) * F32(np.finfo(F32).eps)

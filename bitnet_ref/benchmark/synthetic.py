@@ -144,9 +144,6 @@ class RandomCheckpoint(Checkpoint):
         self.path, self.config, self.kind, self.evidence = Path("random"), config, "random", []
         self._rng = np.random.default_rng(seed)
 
-    def close(self) -> None:
-        pass
-
     def finish(self) -> None:
         pass
 

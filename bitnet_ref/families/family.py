@@ -346,9 +346,8 @@ class HfKeys(Protocol):
 
     raw: dict[str, Any]
     allow_unquantized: bool  # a BitNet without quantization_config is meant to be dense
+    quantization: QuantizationConfig | None
 
-    @property
-    def quantization(self) -> QuantizationConfig | None: ...
     def get(self, key: str, default: Any = None) -> Any:
         """The value; for an absent key that of transformers' class (`HfForm.defaults`), else `default`."""
 

@@ -55,11 +55,6 @@ class GroupTernaryLinear(LinearWeight):
         return (None, None, 0) if rotation is None else (rotation.signs, rotation.order, rotation.block)
 
     @property
-    def turns_input(self) -> bool:
-        """Whether its input is turned into another basis first."""
-        return self.rotation is not None
-
-    @property
     def input_key(self) -> tuple[int, int]:
         """Equal for linears of one input whose kernels take the same form of it: of the same groups and rotation."""
         return self.group, id(self.rotation)
@@ -199,7 +194,7 @@ def fold_rotations(w: ModelWeights) -> ModelWeights | None:
     none is."""
 
     def fold(weight: LinearWeight) -> LinearWeight:
-        return weight.dense() if isinstance(weight, GroupTernaryLinear) and weight.turns_input else weight
+        return weight.dense() if isinstance(weight, GroupTernaryLinear) and weight.rotation is not None else weight
 
     folded = w.map_linears(fold)
     is_same = folded.embedding is w.embedding and dict(folded.linears()) == dict(w.linears())

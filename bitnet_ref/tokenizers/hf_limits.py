@@ -128,10 +128,8 @@ class TextLimits:
                 step.search.check(text)
             before = len(text.encode("utf-8"))
             if step.old:
-                after, accepted = (
-                    before + text.count(step.old) * (step.new_bytes - len(step.old.encode("utf-8"))),
-                    limit,
-                )
+                growth, accepted = step.new_bytes - len(step.old.encode("utf-8")), limit
+                after = before + text.count(step.old) * growth
             else:
                 after, accepted = step.factor * before, 4 * limit
             if after <= accepted:

@@ -31,7 +31,7 @@ class DeviceGroups(GroupTernaryWeight):
 
 def takes_groups(w: GroupTernaryLinear) -> bool:
     """Whether the kernels compute from it: inputs as they are, and no word of 16 columns in two groups."""
-    return not w.turns_input and (w.group % WORD_COLUMNS == 0 or w.group >= w.in_features)
+    return w.rotation is None and (w.group % WORD_COLUMNS == 0 or w.group >= w.in_features)
 
 
 def put_groups(ws: Workspace, w: GroupTernaryWeight) -> DeviceGroups:

@@ -54,11 +54,6 @@ class Target(NamedTuple):
     suffix: str | None  # of the file; None for a folder
     write: Callable[[Checkpoint, Path, WriteOptions, Progress | None], object]
 
-    @property
-    def can_split(self) -> bool:
-        """Whether the result can be several files in a folder."""
-        return self.name.startswith(("hf-", "mlx-", "gguf-"))
-
 
 def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: WriteOptions, progress: Progress | None) -> None:
     dense_type = kind.upper() if kind in ("bf16", "f32") else "F16"  # of the embedding and the head
@@ -166,7 +161,7 @@ def convert(
     target, path = TARGETS[to], Path(destination)
     chosen = WriteOptions(None if tl_tiles is None else Path(tl_tiles), split_size)
     if split_size is not None:
-        if not target.can_split:
+        if not to.startswith(("hf-", "mlx-", "gguf-")):
             message = f"{to} is not split; formats whose names begin with hf-, mlx- or gguf- are"
             raise ConfigError(message, field="split_size")
         require(split_size > 0, "split_size", "1 byte or more", split_size)

@@ -62,10 +62,6 @@ class GgmlType:
     tail_bytes: int = 0
     row_bytes: int = 0
 
-    @property
-    def known_size(self) -> bool:
-        return self.block_bytes > 0
-
     def has_whole_rows(self, shape: tuple[int, ...]) -> bool:
         """Whether the rows of a tensor of that shape are whole blocks."""
         return (shape[-1] if shape else 1) % self.block_values == 0

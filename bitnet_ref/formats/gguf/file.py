@@ -380,7 +380,7 @@ class _Header:
             if not kind.has_whole_rows(shape):
                 expected = f"rows of a multiple of {kind.block_values} values for {kind.name}"
                 raise self._fail(f"expected {expected}, got shape {list(shape)}", name, entry)
-            nbytes = kind.nbytes(shape) if kind.known_size else ends[index] - offset
+            nbytes = kind.nbytes(shape) if kind.block_bytes else ends[index] - offset
             if nbytes < 1 or offset + nbytes > available:
                 span = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
                 message = f"{kind.name} of shape {list(shape)} would be {span}"
@@ -398,7 +398,7 @@ class _Header:
 def _least_bytes(info: _Info, meanings: dict[int, GgmlType]) -> int:
     """The bytes of a tensor; 0 where its type does not tell."""
     kind = meanings.get(info[1].id, info[1])
-    return kind.nbytes(info[2]) if kind.known_size else 0
+    return kind.nbytes(info[2]) if kind.block_bytes else 0
 
 
 def _find_meanings(infos: Sequence[tuple[GgmlType, tuple[int, ...], int]], alignment: int) -> dict[int, GgmlType]:

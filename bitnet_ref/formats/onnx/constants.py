@@ -231,14 +231,12 @@ class ModelNames:
         if place is not None and len(node.input) > place and node.input[place]:
             given: str = node.input[place]
             return given
-        for reader in self._readers.get(node.output[0], ()) if node.output else ():
-            others: list[str] = (
-                [name for name in reader.input if name != node.output[0]] if reader.op_type == "Add" else []
-            )
-            for name in others:
-                root = self.constants.root(name)
-                if root is not None and len(self.file.shape(root)) == 1:
-                    return name
+        readers = self._readers.get(node.output[0], ()) if node.output else ()
+        added = (name for reader in readers if reader.op_type == "Add" for name in reader.input)
+        for name in (name for name in added if name != node.output[0]):
+            root = self.constants.root(name)
+            if root is not None and len(self.file.shape(root)) == 1:
+                return str(name)
         return None
 
     def _texts(self, node: Any) -> Iterator[str]:

@@ -37,7 +37,7 @@ from .file import CONFIG_KEY, FORMAT_KEY, FORMAT_VERSION, PACKED_SUFFIX, SCALE_S
 
 
 class OnnxCheckpoint(Checkpoint):
-    """An .onnx file, with the files of its external data beside it."""
+    """An .onnx file, with the files of its external data beside it. Files are open only while they are read."""
 
     kind = "onnx"
 
@@ -53,9 +53,6 @@ class OnnxCheckpoint(Checkpoint):
         self._sizes = norm_sizes(self.config)
         self.constants = Constants(self.file)
         self.names = ModelNames(self.file, self.constants) if self._ours is None else None
-
-    def close(self) -> None:
-        pass  # files are open only while they are read
 
     def fail(self, tensor: str, message: str) -> FormatError:
         return self.file.fail(tensor, message)

@@ -199,10 +199,8 @@ def _compare(file: Path, listed: Listed, reference: str) -> None:
         is_equal = file_hash(file) == listed.sha256
     else:
         data = read_bounded(file, FormatError, MAX_GIT_BYTES)
-        is_equal = listed.blob_id in (
-            None,
-            hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest(),
-        )
+        blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
+        is_equal = listed.blob_id in (None, blob.hexdigest())
     if not is_equal:
         file.resolve().unlink()
         file.unlink(missing_ok=True)
