@@ -5,6 +5,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +35,7 @@ from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.hf.writer import hf_config_json
 from bitnet_ref.formats.names import hf_modules
 from bitnet_ref.formats.native.model import VERSION
+from bitnet_ref.generation.embed import token_rows
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
@@ -328,6 +330,15 @@ def test_pooling(tmp_path):
     pooling.write_text(json.dumps({"pooling_mode_cls_token": True}))
     with pytest.raises(ConfigError, match="pooling_mode_lasttoken"):
         bitnet_ref.load(tmp_path / "mean", backend="numpy")
+
+
+def test_what_ends_an_embedded_text():
+    """Qwen3's models read their own end of text; the mean, as sentence-transformers takes it, has no such token."""
+    words = SimpleNamespace(encode=lambda text: [5, 6], token_to_id={"<|endoftext|>": 3}.get)
+    for pooling, expected in (("last", [5, 6, 3]), ("mean", [5, 6])):
+        config = families.FAMILIES["qwen3"].example(pooling=pooling)
+        m = SimpleNamespace(path=None, config=config, tokenizer=words, check_tokens=lambda ids, any_length: ids)
+        assert token_rows(m, ["a cat"]) == [expected]
 
 
 def test_embedding_a_text(monkeypatch):

@@ -28,7 +28,8 @@ def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDAr
 
     They have length 1, unless the model's modules.json has no Normalize.
     prompt: put before each text, like "Instruct: find the answer\\nQuery: "; None: the model's `default_prompt`. Token
-        ids are taken as they are; a text gets the tokenizer's special tokens, and for a Qwen model the end of text.
+        ids are taken as they are; a text gets the tokenizer's special tokens, and for a Qwen model that pools the last
+        token the end of text.
     Raises TokenizerError, GenerationError, and what `run` raises.
     """
     parts, single = split_prompts(texts)
@@ -54,7 +55,7 @@ def token_rows(
         if not isinstance(part, str):
             return part
         ids = model.tokenizer.encode(f"{prompt}{part}")
-        last = family_of(model.config).end_of_embedded
+        last = family_of(model.config).end_of_embedded if model.config.pooling == "last" else None
         end = None if last is None else model.tokenizer.token_to_id(last)
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 

@@ -510,6 +510,8 @@ def kinds(*names):
             {"pooling": "mean"},
         ),
         (None, {"pooling_mode_lasttoken": True, "include_prompt": True}, {}),
+        (None, {"embedding_dimension": 3, "pooling_mode": "mean", "include_prompt": True}, {"pooling": "mean"}),
+        (None, {"pooling_mode": "lasttoken", "pooling_mode_mean_tokens": True, "include_prompt": False}, {}),
         (
             kinds("Transformer", "Pooling"),
             {"pooling_mode_mean_tokens": True},
@@ -533,6 +535,13 @@ POOLING = "expected one of pooling_mode_lasttoken, pooling_mode_mean_tokens to b
         ([{}], None, "expected a list of modules, each with a type"),
         (5, None, "expected a list of modules, each with a type"),
         (None, {}, f"{POOLING}[]"),
+        (None, {"pooling_mode": "cls"}, "expected lasttoken or mean, got 'cls'"),
+        (None, {"pooling_mode": ["mean", "max"]}, "expected lasttoken or mean, got ['mean', 'max']"),
+        (
+            None,
+            {"pooling_mode": "mean", "include_prompt": False},
+            "false, which leaves a prompt's tokens out of the mean, is not done",
+        ),
         (None, {"pooling_mode_cls_token": True}, f"{POOLING}['pooling_mode_cls_token']"),
         (
             None,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigError, ConfigWarning, FormatError, TokenizerError, printable
+from ...errors import ConfigError, ConfigWarning, FormatError, TokenizerError, describe, printable
 from ...families import family_of
 from ...families.family import LinearPlace
 from ...families.linear_norms import put_norm
@@ -62,6 +62,7 @@ MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
+POOLING_MODES = {"lasttoken": "last", "mean": "mean"}  # since version 6 one key, pooling_mode, has one of these values
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -210,10 +211,20 @@ def _embedding_fields(folder: Path) -> dict[str, Any]:
     if not is_present(path):
         return out
     raw = read_json_object(path, ConfigError, MAX_INDEX_BYTES, folder)
-    modes = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
-    if len(modes) != 1 or modes[0] not in POOLINGS:
-        raise ConfigError(f"expected one of {', '.join(POOLINGS)} to be true, got {modes}", path=path)
-    return out | {"pooling": POOLINGS[modes[0]]}
+    if (mode := raw.get("pooling_mode")) is not None:
+        if mode not in list(POOLING_MODES):  # a list takes an unhashable value too
+            message = f"expected {' or '.join(POOLING_MODES)}, got {describe(mode)}"
+            raise ConfigError(message, path=path, field="pooling_mode")
+        out["pooling"] = POOLING_MODES[mode]
+    else:
+        modes = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
+        if len(modes) != 1 or modes[0] not in POOLINGS:
+            raise ConfigError(f"expected one of {', '.join(POOLINGS)} to be true, got {modes}", path=path)
+        out["pooling"] = POOLINGS[modes[0]]
+    if out["pooling"] == "mean" and raw.get("include_prompt") is False:
+        message = "false, which leaves a prompt's tokens out of the mean, is not done"
+        raise ConfigError(message, path=path, field="include_prompt")
+    return out
 
 
 class HfCheckpoint(Checkpoint):
