@@ -79,14 +79,13 @@ def _describe_axes(ax: Any) -> str:
 
 def gaps(figure: Figure) -> list[int]:
     """Where the picture of a figure may be cut between panels that stand side by side: pixels from its left edge. A
-    panel without labels at its left is not parted from the one that has them.
+    panel without labels at its left is not parted from the one that has them. The figure has been drawn.
 
     >>> from bitnet_ref.notebook.panels import lines, panels
     >>> line = lines({"loss": ([0, 1], [3.0, 2.5])})
-    >>> [len(gaps(panels(*[line] * count))) for count in (1, 2, 3)]
+    >>> [len(as_png(panels(*[line] * count))[1]["gaps"]) for count in (1, 2, 3)]
     [0, 1, 2]
     """
-    figure.draw_without_rendering()
     boxes: list[Any] = [ax.get_tightbbox() for ax in figure.axes]
     labelled = [ax.yaxis.get_tick_params()["labelleft"] for ax in figure.axes]
     (_, end, _), *spans = sorted((box.x0, box.x1, own) for box, own in zip(boxes, labelled, strict=True))

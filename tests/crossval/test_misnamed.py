@@ -7,6 +7,8 @@ from helpers import DATA, model
 
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain import diagnose
+from bitnet_ref.crossval.explain.describe import find
 from bitnet_ref.crossval.misnamed import in_words, misnamed
 from bitnet_ref.crossval.opponents import cross_trace
 from bitnet_ref.crossval.trace import write_trace
@@ -166,7 +168,9 @@ def test_numbers_that_the_engine_may_have_used_are_looked_into(tmp_path):
     assert "v, in every layer: each token has it of the previous token" in cause
 
 
-def test_a_trace_of_zeros_has_no_causes(tmp_path):
+def test_a_trace_of_zeros_has_no_causes(tmp_path, monkeypatch):
+    searches = []
+    monkeypatch.setattr(diagnose, "find", lambda *args: searches.append(args) or find(*args))
     m, right = recorded("storyteller")
     names = ["hook_embed", "blocks.0.attn.q_proj.hook_x_scale", "blocks.0.hook_resid_post"]
     crossing = crossed(m, {name: np.zeros_like(right[name]) for name in names}, tmp_path / "t")
@@ -175,3 +179,4 @@ def test_a_trace_of_zeros_has_no_causes(tmp_path):
     one = {"hook_embed": np.zeros_like(right["hook_embed"]), names[2]: right[names[2]]}
     (cause,) = crossed(m, one, tmp_path / "t").diagnosis()
     assert "the embedding: it is all zeros" in cause
+    assert len(searches) == 1  # not for a second mistake, which could change nothing of what is made of zeros alone

@@ -121,7 +121,7 @@ def test_causes_of_a_wrong_continuation():
         "prefill_logits_of_the_previous_position": -2,
         "prefill_logits_of_the_first_position": 0,
     }.items():
-        texts = ("Once upon a time", *TEXTS[:3], *SENTENCES[:4])
+        texts = (TEXTS[2], *SENTENCES[:4], "Once upon a time", *TEXTS[:2])
         first_where(texts, partial(names_alone, name, first), f"a prompt on which {name} alone gives its tokens")
     assert confirmed(diagnose_generation(m, ids, right[:2], right)) == {"stops_early"}
     assert not confirmed(diagnose_generation(m, ids, [7, 7, 7]))

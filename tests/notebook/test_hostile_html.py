@@ -42,14 +42,15 @@ def random_names(count):
 def test_names_and_texts_run_nothing(names, tmp_path):
     """And a name that is no formula draws the figure all the same."""
     text, facts = model(STORY).generate("Once", max_tokens=1), inspect_model(STORY)
-    views = [show_tensor(STORY, name) for name in ("model.layers.0.self_attn.k_proj.weight", "model.norm.weight")]
+    ternary, dense = (show_tensor(STORY, f"model.{name}.weight") for name in ("layers.0.self_attn.k_proj", "norm"))
     with model(STORY).engine() as engine:
         metrics = engine.metrics.snapshot()
     pages = []
     for name in names:
         frame = History().frame(0.0, metrics, [RequestProgress(1, name, 1, 1, 1.0, name)], False)
         shown = [replace(text, text=name), RecordedTensors({name: np.zeros(3, np.float32)})]
-        shown += [replace(view, name=name) for view in views]
+        shown.append(replace(dense, name=name))  # whose figure has the name in it
+        shown += [replace(ternary, name="".join(names))] if not pages else []
         shown += [replace(facts, path=name, family=name, evidence=[name]), Crossing(name, failed=name, worked=name)]
         pages.append("".join([*(each._repr_html_() for each in shown), figures_html(frame), requests_html(frame)]))
         write_html(tmp_path / "page.html", name, [Crossing(name, failed=name)], {name: name})

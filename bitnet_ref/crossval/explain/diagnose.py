@@ -191,9 +191,12 @@ def _search_causes(search: _Search, depth: int) -> None:
         assumed.append(part := search.parts[0])  # this mistake is made while the next one is looked for
         changed = changes[part.cause](search.setting)
         assert changed is not None
+        first = part.first_difference
+        if first is not None and not changed.run(first.__eq__, first)[first].any():
+            break  # what is made of zeros alone is zeros, whatever else is wrong
         further: list[Diagnosis] = []
         made = [search.edits[d.cause] for d in assumed if d.cause in search.edits]
-        search = replace(search, setting=changed, first=part.first_difference, diagnoses=further, parts=[], made=made)
+        search = replace(search, setting=changed, first=first, diagnoses=further, parts=[], made=made)
         try:
             last = search.run()
         finally:
