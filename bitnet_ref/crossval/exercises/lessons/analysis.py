@@ -16,6 +16,7 @@ from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryLinear
 from ...compare import compare
+from ...explain.variants import Setting
 from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word, mistake_of
 from ..declare import NoResult, Unanswered, Wrong, draws, exercise, run, said_of
 from ..engines import calls_of, run_engine, unequal
@@ -557,7 +558,7 @@ def right_lengths(answer: Any, model: Model, tokens: Sequence[int], engine: Mode
     tensor = "blocks.0.attn.q_proj.hook_acc_int32"
 
     def sums(of: Model, n: int) -> Array:
-        return of.run_with_cache(list(tokens[:n]), tensor)[1][tensor]
+        return Setting.of(of, tokens[:n]).run(tensor.__eq__, until=tensor, backend=of.backend)[tensor]
 
     right = {n for n in range(1, 13) if np.array_equal(sums(model, n), sums(engine, n))}
     choices = {
