@@ -29,7 +29,7 @@ from ..backends.record import NamesFilter, Recorder, check_matched
 from ..backends.run import run
 from ..errors import FormatError, printable
 from ..formats.hashes import config_hash, weight_hash
-from ..formats.safetensors import DTYPES, SafetensorsFile, write_arrays
+from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..reference.layers import Array
 from ..system.atomic import atomic_path
@@ -158,9 +158,12 @@ def write_trace(
 
     Raises FormatError for a dtype it cannot hold.
     """
+    from safetensors.numpy import save  # here, so that traces are read where it is not installed: in a browser
+
     path, metadata = Path(path), trace_metadata(token_ids, **facts)
+    data = save({name: storable(name, array, path) for name, array in tensors.items()}, metadata)
     with atomic_path(path) as temporary:
-        write_arrays(temporary, {name: storable(name, array, path) for name, array in tensors.items()}, metadata)
+        temporary.write_bytes(data)
 
 
 @dataclass(frozen=True)
