@@ -152,15 +152,23 @@ def trace_metadata(
 
 
 def write_trace(
-    path: str | os.PathLike[str], tensors: Mapping[str, Array], token_ids: Sequence[int], **facts: Any
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Array],
+    token_ids: Sequence[int],
+    *,
+    engine: str,
+    prompt: str | None = None,
+    engine_dtype: str = "float32",
+    calls: Sequence[Any] | None = None,
+    sequences: Sequence[int] | None = None,
 ) -> None:
-    """Write arrays as a trace, for a script around another engine. facts: as of `trace_metadata`.
-
-    Raises FormatError for a dtype it cannot hold.
-    """
+    """Write arrays as a trace, for a script around another engine. Raises FormatError for a dtype it cannot hold."""
     from safetensors.numpy import save  # here, so that traces are read where it is not installed: in a browser
 
-    path, metadata = Path(path), trace_metadata(token_ids, **facts)
+    path = Path(path)
+    metadata = trace_metadata(
+        token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype, calls=calls, sequences=sequences
+    )
     data = save({name: storable(name, array, path) for name, array in tensors.items()}, metadata)
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
