@@ -335,22 +335,37 @@ class Model(LoadedModel):
         return score(self, prompt, continuations)
 
     @overload
-    def embed(self, texts: Prompts, *, prompt: str | None = None) -> NDArray[np.float32]: ...
+    def embed(
+        self, texts: Prompts, *, prompt: str | None = None, dimensions: int | None = None
+    ) -> NDArray[np.float32]: ...
 
     @overload
     def embed(
-        self, texts: Prompts, *, prompt: str | None = None, quantize: str | None, ranges: Floats | None = None
+        self,
+        texts: Prompts,
+        *,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        quantize: str | None,
+        ranges: Floats | None = None,
     ) -> NDArray[np.float32] | Bytes: ...
 
     def embed(
-        self, texts: Prompts, *, prompt: str | None = None, quantize: str | None = None, ranges: Floats | None = None
+        self,
+        texts: Prompts,
+        *,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        quantize: str | None = None,
+        ranges: Floats | None = None,
     ) -> NDArray[np.float32] | Bytes:
         """The text (or token ids) as a vector (D,) of length 1, or a list of them as (B, D). See `generation.embed`.
 
         prompt: put before each text; `generation.embed.instruction_prompt(task)` is Qwen3's. None: the model's default.
+        dimensions: the first so many numbers of each vector, scaled to length 1 again; None: all.
         quantize: "int8", "uint8", "binary" or "ubinary", with `ranges` (2, D) of each dimension; None: float32.
         """
-        vectors = embed(self, texts, prompt)
+        vectors = embed(self, texts, prompt, dimensions)
         if quantize is None:
             return vectors
         numbers = quantize_embeddings(np.atleast_2d(vectors), quantize, ranges)

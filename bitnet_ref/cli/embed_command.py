@@ -44,6 +44,9 @@ BATCH = 32  # texts between two reports of progress
 @click.option("--instruct", metavar="TASK", help='Put "Instruct: TASK\\nQuery:" before each text (queries, Qwen3).')
 @click.option("--prompt", metavar="TEXT", help="Put TEXT before each text. Default: the model's default prompt.")
 @click.option("--prompt-name", metavar="NAME", help="Put the model's own prompt of that name before each text.")
+@click.option(
+    "--dimensions", type=click.IntRange(1), metavar="N", help="The first N numbers of each vector, to length 1."
+)
 @click.option("--quantize", type=click.Choice(PRECISIONS), help="int8: by the texts' own ranges; binary: a bit each.")
 @model_options
 @worker_options
@@ -55,6 +58,7 @@ def embed(
     instruct: str | None,
     prompt: str | None,
     prompt_name: str | None,
+    dimensions: int | None,
     quantize: str | None,
     **options: Any,
 ) -> None:
@@ -77,7 +81,7 @@ def embed(
     before = instruction_prompt(instruct) if instruct is not None else prompt
     if prompt_name is not None:
         before = prompt_of(model, prompt_name)
-    vectors = embed_all(spread(opener, count, address, model), rows, before)
+    vectors = embed_all(spread(opener, count, address, model), rows, before, dimensions)
     numbers = vectors if quantize is None else quantize_embeddings(vectors, quantize)
     if out is not None:
         save(out, rows, numbers)
@@ -100,19 +104,20 @@ def warn_of_names_among(texts: tuple[str, ...]) -> None:
         say(f"{texts[0]!r} is taken as a text; a file of texts is given by --file")
 
 
-def embed_all(workers: Workers, rows: list[str], prompt: str | None) -> NDArray[np.float32]:
+def embed_all(workers: Workers, rows: list[str], prompt: str | None, dimensions: int | None) -> NDArray[np.float32]:
     parts: dict[int, NDArray[np.float32]] = {}
     starts = range(0, len(rows), BATCH)
     with workers, LoadingBar(f"embedding {count_of(len(rows), 'text')}") as bar:
-        for index, vectors in workers.map(embed_batch, ((prompt, rows[start : start + BATCH]) for start in starts)):
+        batches = ((prompt, dimensions, rows[start : start + BATCH]) for start in starts)
+        for index, vectors in workers.map(embed_batch, batches):
             parts[index] = vectors
             bar(min(len(parts) * BATCH, len(rows)), len(rows))
     return np.concatenate([parts[index] for index in range(len(starts))])
 
 
-def embed_batch(model: Model, batch: tuple[str | None, list[str]]) -> NDArray[np.float32]:
-    prompt, texts = batch
-    return model.embed(texts, prompt=prompt)
+def embed_batch(model: Model, batch: tuple[str | None, int | None, list[str]]) -> NDArray[np.float32]:
+    prompt, dimensions, texts = batch
+    return model.embed(texts, prompt=prompt, dimensions=dimensions)
 
 
 def prompt_of(model: Model, name: str) -> str:

@@ -23,20 +23,29 @@ MAX_PROMPTS_BYTES = 1 << 20
 Bytes = NDArray[np.int8] | NDArray[np.uint8]  # int8 or uint8, or eight signs in each
 
 
-def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDArray[np.float32]:
+def embed(
+    model: LoadedModel, texts: Prompts, prompt: str | None = None, dimensions: int | None = None
+) -> NDArray[np.float32]:
     """The vector (D,) of a text or of token ids, or the vectors (B, D) of a list of them, each equal to its own alone.
 
     They have length 1, unless the model's modules.json has no Normalize.
     prompt: put before each text, like "Instruct: find the answer\\nQuery: "; None: the model's `default_prompt`. Token
         ids are taken as they are; a text gets the tokenizer's special tokens, and for a Qwen model that pools the last
         token the end of text.
+    dimensions: the first so many numbers, scaled like whole vectors: for models trained so that these say the most
+        (Matryoshka), like Qwen3's. None: all.
     Raises TokenizerError, GenerationError, and what `run` raises.
     """
+    size = model.config.hidden_size
+    if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= size):
+        message = f"expected 1 to {size}, which this model's vectors have, got {describe(dimensions)}"
+        raise GenerationError(message, field="dimensions")
     parts, single = split_prompts(texts)
     rows = token_rows(model, parts, prompt)
-    pooled = np.empty((len(rows), model.config.hidden_size), dtype=np.float64)
+    pooled = np.empty((len(rows), size), dtype=np.float64)
     for first, stop in _passes([len(row) for row in rows], model.backend.prompt_tokens(model.config)):
         pooled[first:stop] = _pool(model, rows[first:stop])
+    pooled = pooled[:, :dimensions]
     if model.config.unit_embeddings:
         pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
     vectors = pooled.astype(np.float32)

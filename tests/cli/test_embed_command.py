@@ -44,6 +44,10 @@ def test_similarities_vectors_and_files(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == TEXTS
     np.testing.assert_array_equal([row["embedding"] for row in rows], np.packbits(expected > 0, axis=1))
+    few = json.loads(invoke(*TEXTS, "--dimensions", 7, "--json").stdout)
+    first = expected[:, :7] / np.linalg.norm(expected[:, :7], axis=1, keepdims=True)
+    np.testing.assert_allclose(few["vectors"], first, rtol=1e-5)
+    assert (few["dimensions"], invoke("x", "--dimensions", 257).exit_code) == (7, 2)
     assert invoke("Zoë", "--out", tmp_path / "z.jsonl").exit_code == 0
     assert "Zoë".encode() in (tmp_path / "z.jsonl").read_bytes()
 

@@ -525,7 +525,8 @@ def test_ollamas_embeddings(ask):
     cut = ask("/v1/embeddings", {**long, "truncate_prompt_tokens": 256, "truncation_side": "right"})
     assert ask("/api/embed", long)["embeddings"][0] == cut["data"][0]["embedding"]
     assert "context" in ask("/api/embed", {**long, "truncate": False}, 400)["error"]
-    assert "dimensions" in ask("/api/embed", {"input": "a", "dimensions": 3}, 400)["error"]
+    assert len(ask("/api/embed", {"input": "a", "dimensions": 3})["embeddings"][0]) == 3
+    assert "dimensions" in ask("/api/embed", {"input": "a", "dimensions": 300}, 400)["error"]
 
 
 def test_a_model_leaves_when_a_client_wants(tmp_path):

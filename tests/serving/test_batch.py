@@ -49,7 +49,7 @@ WRONG = [
     request("name", prompt="a", model="gpt"),
     request("stream", prompt="a", stream=True),
     request("long", prompt="a " * 500),
-    request("dimensions", "/v1/embeddings", input="a", dimensions=3),
+    request("dimensions", "/v1/embeddings", input="a", dimensions=300),
     json.dumps({"custom_id": "none", "url": "/v1/completions"}),
 ]
 

@@ -170,7 +170,9 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
     if path == "/v1/embeddings":
         model = engine.adapted_model
         rows = embedding_ids(model, body)
-        job.body = embedding_response(body, name, embed(model, rows), sum(map(len, rows)))
+        job.body = embedding_response(
+            body, name, embed(model, rows, dimensions=body.get("dimensions")), sum(map(len, rows))
+        )
         return
     read = read_completion if path == "/v1/completions" else read_chat
     asked = read(body, name, engine, server.chat_template)

@@ -147,13 +147,11 @@ def make_routes(server: Server) -> list[Route]:
         keep(server.shelf.place(body.get("model")), body.get("keep_alive"))
         if texts == []:
             return JSONResponse({"model": body.get("model"), "embeddings": []})
-        given = {"input": texts}
+        given = {"input": texts, "dimensions": body.get("dimensions")}
         if body.get("truncate") is not False:
             given |= {"truncate_prompt_tokens": -1, "truncation_side": "right"}
         name, vectors, tokens = await server.read_texts(request, body, lambda model: server.embed(model, given))
         rows = vectors.tolist()
-        if body.get("dimensions") not in (None, len(rows[0])):
-            raise RequestError(f"this model's vectors have {len(rows[0])}", "dimensions")
         if is_old:
             return JSONResponse({"embedding": rows[0]})
         took = {"total_duration": int((time.perf_counter() - started) * NS), "load_duration": 0}

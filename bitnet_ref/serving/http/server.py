@@ -122,7 +122,7 @@ class Server:
     async def embed(self, model: LoadedModel, body: Mapping[str, Any]) -> tuple[np.ndarray, int]:
         """The vectors of texts or of lists of token ids, the `input` of a body, and the tokens of all."""
         rows = await self.work(embedding_ids, model, body)
-        vectors = await self.compute_rows(partial(embed, model), rows)
+        vectors = await self.compute_rows(partial(embed, model, dimensions=body.get("dimensions")), rows)
         return np.concatenate(vectors), sum(map(len, rows))
 
     async def compute_rows(self, compute: Callable[[list[Any]], T], rows: list[Any]) -> list[T]:

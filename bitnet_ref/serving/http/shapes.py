@@ -281,9 +281,7 @@ def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]
 
 
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats, tokens: int) -> dict[str, Any]:
-    """vectors (B, D); tokens: of all texts. Raises RequestError for other `dimensions` than the vectors have."""
-    if body.get("dimensions") not in (None, vectors.shape[1]):
-        raise RequestError(f"this model's vectors have {vectors.shape[1]}", "dimensions")
+    """vectors (B, D); tokens: of all texts."""
     if body.get("encoding_format") == "base64":
         coded: list[Any] = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
     else:
