@@ -14,13 +14,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from signal_runs import COMMAND
 
-pytest.importorskip("distributed", reason="distributed is not installed: pip install 'bitnet-ref[dask]'")
-pytestmark = pytest.mark.slow
+NO_DASK = "distributed is not installed: pip install 'bitnet-ref[dask]'"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("distributed") is None, reason=NO_DASK)]
 MIB = 1 << 20
 ROOTS = {"memory.max": Path("/sys/fs/cgroup"), "memory.limit_in_bytes": Path("/sys/fs/cgroup/memory")}
 WHY = {503: "is memory short", 504: "is the machine busy"}

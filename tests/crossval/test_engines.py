@@ -3,6 +3,7 @@
 import os
 import sys
 import venv
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,7 @@ needs_onnx = pytest.mark.skipif(
 WHY = "set BITNET_REF_ENGINES_PYTHON to an interpreter that has it"
 
 
+@cache
 def needs(engine):
     reason = engine.missing(PYTHON)
     return pytest.mark.skipif(reason is not None, reason=f"{reason}; {WHY}")
