@@ -137,6 +137,11 @@ STEP_INLINE void STEP(exp_vectors)(STEP(f64v) *x, size_t n) {
     EACH r[i] = STEP_MULADD(p[i], zero - 1.90821492927058770002e-10 / 16, r[i]);
     EACH p[i] = STEP_MULADD(r[i], zero + (1.0 / 5040.0), zero + (1.0 / 720.0));
     TERM(120.0) TERM(24.0) TERM(6.0) TERM(2.0) TERM(1.0)
+    EACH {
+        const STEP(f64v) root = (STEP(f64v))_mm512_permutex2var_pd(low, (__m512i)shifted[i], high); /* by the low 4 bits */
+        const STEP(f64v) power = STEP_MULADD(root * r[i], p[i], root);
+        x[i] = (STEP(f64v))((STEP(i64v))power + (((STEP(i64v))shifted[i] >> 4) << 52));
+    }
 #else /* 2^n e^r, |r| <= ln(2)/2, to r^13 / 13!, the even and the odd powers apart: chains half as long */
     STEP(f64v) square[4], odd[4];
     EACH shifted[i] = STEP_MULADD(x[i], zero + 1.4426950408889634, zero + magic);
