@@ -38,9 +38,9 @@ PLACES = {
         return v[0] + ⟦v[1] → v[0]⟧; }
         (STEP(f32v)){b}, (STEP(f32v)){⟦c → 0⟧})[0];
         lowest = zero - ⟦700.0 → 7.0⟧;
-        (x[i] - p[i] * ⟦0.693147180369123816490 → 0.69⟧)
-        TERM(⟦24.0 → 25.0⟧)
-        TERM(⟦2.0 → 4.0⟧)
+        zero - ⟦0.693147180369123816490 → 0.69⟧, x[i])
+        TERMS(⟦24.0 → 25.0⟧, 120.0)
+        TERMS(⟦2.0 → 4.0⟧, 6.0)
         + ⟦1023 → 1024⟧) << 52
         sum += ⟦v * v → v⟧;
         total += (double)x[i] * ⟦x[i] → 2 * x[i]⟧;
@@ -86,8 +86,8 @@ PLACES = {
         STEP(score_wide)(c, i, keys, &near, ⟦keys.from - s → 0⟧);
         STEP(value_wide)(c, i, keys, &near, keys.from - block.from, j, sums + ⟦i * d → 0⟧);
         for (size_t k = 0; k < 4; k++) sum += ⟦powers[k] → powers[0]⟧;
-        sum += ⟦power → zero⟧;
-        total += p[i] = ⟦power[lane] → power[0]⟧;
+        sum += ⟦powers[k] → zero⟧;
+        last[k] = ⟦-INFINITY → largest⟧;
         const double inverse = 1.0 / ⟦total → (total + 1.0)⟧;
         for (; i < n; i++) p[i] = (float)(p[i] * ⟦inverse → 1.0⟧);
         sum[n] = STEP(load64)(part + ⟦n / C * d → 0⟧ + j

@@ -263,7 +263,7 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
             continue;
         }
         if (all.from >= all.to) all = (kv_range){block.to, block.to};
-        if (sums) memset(part, 0, R * d * sizeof(double));
+        memset(part, 0, R * d * sizeof(double));
         for (int side = 0; side < 2; side++) {
             for (size_t r = 0; r < R; r++) {
                 const kv_range beside = side ? (kv_range){all.to, block.to} : (kv_range){block.from, all.from};
@@ -272,7 +272,7 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
             }
             if (!side) STEP(some_rows)(c, i, R, all, rows, all.from - block.from, of_rows, part, 0);
         }
-        for (size_t n = 0; sums && n < R * d; n++) of_rows[n] += part[n];
+        for (size_t n = 0; n < R * d; n++) of_rows[n] += part[n];
     }
 }
 
