@@ -102,8 +102,18 @@ def _identity(path: Path, text: str) -> dict[str, Any]:
 
 
 def draw(results: list[Perplexity], out: Console) -> None:
-    cells = "{protocol}|{perplexity:.4f}|{stderr:.4f}|{bits_per_byte:.4f}|{tokens:,}|{length:,}|{tokens_per_s:,.0f}"
-    rows = [cells.format(**vars(each)).split("|") for each in results]
+    rows = [
+        (
+            each.protocol,
+            f"{each.perplexity:.4f}",
+            f"{each.stderr:.4f}",
+            f"{each.bits_per_byte:.4f}",
+            f"{each.tokens:,}",
+            f"{each.length:,}",
+            f"{each.tokens_per_s:,.0f}",
+        )
+        for each in results
+    ]
     columns = ("|protocol", ">|perplexity", ">|+/-", ">|bits per byte", ">|tokens", ">|length", ">|tokens/s")
     out.print(make_table(columns, rows))
 

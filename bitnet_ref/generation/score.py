@@ -119,7 +119,7 @@ def _run(model: LoadedModel, cache: KVCache, inputs: Sequence[Input], every: boo
 def _split_into_steps(inputs: Sequence[Input], tokens: int) -> Iterator[tuple[list[Input], list[int]]]:
     """Split inputs into steps of at most `tokens`, which bounds the memory of a long prompt.
 
-    Each step is (its parts, the indices of those that end an input).
+    Each step is a pair: its parts, and the indices of the parts that end an input.
     """
     parts: list[Input] = []
     ending: list[int] = []

@@ -68,8 +68,8 @@ def tokens_of(case):
 @needs_onnx
 def test_onnxruntime_agrees_and_its_receipt_holds(tmp_path):
     cases = ["bitnet-packed-offline", "llama-packed-rmsnorm", "rope-dynamic"]  # the others: slow
-    found = [cross_engine("onnxruntime", GOLDEN / case, tokens_of(case)) for case in cases]
-    for case, (crossing,) in zip(cases, found, strict=True):
+    by_case = [cross_engine("onnxruntime", GOLDEN / case, tokens_of(case)) for case in cases]
+    for case, (crossing,) in zip(cases, by_case, strict=True):
         assert crossing.agrees, f"{case}: {crossing.verdict}"
         free = crossing.comparisons[-1]
         assert free.logits.top1_agreement == 1
@@ -78,7 +78,7 @@ def test_onnxruntime_agrees_and_its_receipt_holds(tmp_path):
             assert free.accumulators[1] == 0
             assert [found.mode for found in crossing.comparisons] == ["op by op", "free-running"]
             assert all(op.equal for op in free.ops if op.kind != "logits")
-    receipt = make_receipt("onnxruntime", str(CASE), model(CASE), tokens_of(CASE.name), found[0])
+    receipt = make_receipt("onnxruntime", str(CASE), model(CASE), tokens_of(CASE.name), by_case[0])
     write_receipt(tmp_path / "r.json", receipt)
     assert verify_receipt(tmp_path / "r.json").holds
 
@@ -306,8 +306,8 @@ def test_transformers():
     cases = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
     subjects = [("storyteller", None), *((GOLDEN / case, tokens_of(case)) for case in cases)]
     for subject, tokens in subjects:
-        found = cross_engine("transformers", subject, tokens, python=PYTHON)
-        by_name = {crossing.opponent: crossing for crossing in found}
+        crossings = cross_engine("transformers", subject, tokens, python=PYTHON)
+        by_name = {crossing.opponent: crossing for crossing in crossings}
         single = by_name["transformers float32"]
         assert single.agrees, f"{subject}: {single.verdict}"
         half = by_name["transformers bfloat16"]

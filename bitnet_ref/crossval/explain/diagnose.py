@@ -193,7 +193,7 @@ def _search_causes(search: _Search, depth: int) -> None:
         assert changed is not None
         first = part.first_difference
         if first is not None and not changed.run(first.__eq__, first)[first].any():
-            break  # what is made of zeros alone is zeros, whatever else is wrong
+            break  # a tensor of zeros shows no further mistake
         further: list[Diagnosis] = []
         made = [search.edits[d.cause] for d in assumed if d.cause in search.edits]
         search = replace(search, setting=changed, first=first, diagnoses=further, parts=[], made=made)

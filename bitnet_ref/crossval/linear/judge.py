@@ -121,9 +121,9 @@ class _Judge:
         norm = self.rules.norm
         status = RIGHT_STATUS if norm == "none" else CHOICE
         text = "none" if norm == "none" else f"{norm}, as in the layer of the first papers; not in 2B-4T's"
-        at, expected, found = self._value(replace(self.rules, norm="none"), "tokens", "none")
+        value, expected, found = self._value(replace(self.rules, norm="none"), "tokens", "none")
         words = " becomes" if norm == "none" else ", without a norm"
-        return LineVerdict("norm inside", status, text, f"{at}{words}", expected, found)
+        return LineVerdict("norm inside", status, text, f"{value}{words}", expected, found)
 
     def _activation_scale(self, unknown_floor: bool) -> LineVerdict:
         rules, line = self.rules, "activation scale"

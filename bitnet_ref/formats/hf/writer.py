@@ -418,10 +418,10 @@ def _plan_linear(
         master = checkpoint.master(name)
         if master is None and kind == "hf-online":
 
-            def made(w: Any) -> Floats:
+            def master_of(w: Any) -> Floats:
                 return masters_of(name, w.bit_linear.ternary(), w.bit_linear.w_dequant_scale)
 
-            yield PlannedTensor(weight, "BF16", (rows, columns), made)
+            yield PlannedTensor(weight, "BF16", (rows, columns), master_of)
             return
         if master is None:
             raise ConfigError(f"{name} is ternary already, and other linears are full-precision masters")
