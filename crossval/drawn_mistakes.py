@@ -33,8 +33,8 @@ from planted_models import BASE, tensors_for, write
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import View, compare
-from bitnet_ref.crossval.explain.describe import Evidence
 from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.evidence import Evidence
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.reference.weights import TernaryLinear
 

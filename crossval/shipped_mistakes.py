@@ -23,8 +23,8 @@ import numpy as np
 from drawn_mistakes import SOURCE, EngineTrace, Mistake, edited, model_of, thin
 
 from bitnet_ref.crossval.compare import View, compare
-from bitnet_ref.crossval.explain.describe import Evidence
 from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.evidence import Evidence
 from bitnet_ref.crossval.explain.variants import Setting
 
 HELPERS = """

@@ -12,8 +12,8 @@ from helpers import BITNET, GOLDEN, model, write_checkpoint
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
-from bitnet_ref.crossval.explain.describe import Evidence
 from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
+from bitnet_ref.crossval.explain.evidence import Evidence
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES, forward_hypotheses
 from bitnet_ref.crossval.explain.hypotheses.calls import first_wrong_token
 from bitnet_ref.crossval.explain.variants import IMPOSSIBLE, Setting

@@ -2,8 +2,8 @@
 
 Two kinds of edits apply to every step. One changes an input or the result: it is moved, scaled, rounded, left out or
 replaced by another tensor of the run. The other replaces the step's formula, by a row of the tables below. A `Family` is an
-edit with an unknown constant, for which `describe` solves. `describe` tries the edits and reports those that give the
-engine's tensor.
+edit with an unknown constant, for which `site` solves. `site` tries the edits and returns those that give the engine's
+tensor.
 """
 
 from __future__ import annotations
