@@ -59,7 +59,7 @@ def test_a_pass_without_memory(way, monkeypatch):
 
     m = model(CASE)
     monkeypatch.setattr(m.backend, "hidden", fail)
-    with pytest.raises(OutOfMemory, match="a pass of 4 tokens: no memory for 4 .*; compute fewer tokens at a time"):
+    with pytest.raises(OutOfMemory, match=r"a pass of 4 tokens: no memory for 4 .*; compute fewer tokens at a time"):
         getattr(m, way)(PROMPT, m.new_cache(1, 4))
 
 
