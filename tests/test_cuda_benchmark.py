@@ -58,8 +58,8 @@ def test_only_kernels_that_take_the_tokens(tokens):
 def test_a_wrong_kernel_gets_no_speed(monkeypatch):
     right = TernaryKernels.matmul
 
-    def wrong(self, x_q, w, acc=None, kernel=None):
-        return right(self, x_q, w, acc, kernel) + np.int32(kernel == "ternary_gemv_mma_8")
+    def wrong(self, x_q, w, kernel=None):
+        return right(self, x_q, w, kernel).view(np.ndarray) + np.int32(kernel == "ternary_gemv_mma_8")
 
     monkeypatch.setattr(TernaryKernels, "matmul", wrong)
     found = cuda_kernels.measure_cuda_kernels(EmulatedDevice(), [(20, 300)], [1], repeats=1, **SMALL)

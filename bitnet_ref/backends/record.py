@@ -99,25 +99,10 @@ class Recorder:
         self.current = ""  # the tensor being computed, or the last one kept
         self.tokens = 0  # of the batch, in the block that is computed
         self.also_recorded = also_recorded(cfg)
-        self.handlers: dict[str, Callable[..., Any]] = {
-            "attention_block": self.on_attention_block,
-            "feed_forward": self.on_feed_forward,
-            "rms_norm": self.on_rms_norm,
-            "rope": self.on_rope,
-            "linears": self.on_linears,
-            "ternary_matmul": self.on_ternary_matmul,
-            "dequantize": self.on_dequantize,
-            "attention": self.on_attention,
-            "gated": self.on_gated,
-            "add": self.on_add,
-            "compute": self.on_compute,
-            "embed": self.on_result,
-            "scale": self.on_result,
-        }
 
     def __call__(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
-        """Compute the op; its handler, where there is one, keeps what it sees."""
-        handler = self.handlers.get(step.op)
+        """Compute the op; its handler, the method `on_` and the op's name, keeps what it sees."""
+        handler = getattr(self, "on_result" if step.op in ("embed", "scale") else f"on_{step.op}", None)
         return call(*args) if handler is None else handler(step, call, *args)
 
     def keep(self, name: str, array: Array) -> None:

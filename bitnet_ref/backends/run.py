@@ -107,6 +107,30 @@ def run(
     BackendUnavailable for a path that the backend does not have.
     """
     check_path(be, path)
+    rows, hidden = _compute(be, w, cfg, batch, cache, top, path)
+    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
+    head = whole_head(be, w, cfg)
+    tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
+    return Logits(tokens, vocab_size)
+
+
+def run_hidden(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> Floats:
+    """One pass without the head: the final hidden states (wanted, D). Raises what `run` raises."""
+    _, x = _compute(be, w, cfg, batch, cache, (), None)
+    assert x is not None
+    return x
+
+
+def _compute(
+    be: Backend,
+    w: ModelWeights,
+    cfg: ModelConfig,
+    batch: TokenBatch,
+    cache: KVCache,
+    top: Sequence[tuple[int | None, Ids] | None] | None,
+    path: str | None,
+) -> tuple[list[HeadRows], Floats | None]:
+    """The logits of one pass, and unless `top` is None the final hidden states."""
     # NumPy's warnings about overflow would only repeat what the logits show, and the error then names the tensor.
     with np.errstate(all="ignore"), be.running():
         try:
@@ -126,11 +150,7 @@ def run(
             raise OutOfMemory(f"a pass of {len(batch)} tokens: {reason}; compute fewer tokens at a time") from error
         if not sound:
             raise first_non_finite(be, w, cfg, batch, cache)
-
-    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
-    head = whole_head(be, w, cfg)
-    tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
-    return Logits(tokens, vocab_size)
+    return rows, hidden
 
 
 def whole_head(be: Backend, w: ModelWeights, cfg: ModelConfig) -> Callable[[Floats], Floats]:
@@ -179,19 +199,6 @@ def head_rows(be: Backend, x: Floats, w: ModelWeights, top: Sequence[tuple[int |
     nothing = HeadRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
     computed = iter(rows)
     return [nothing if need is None else next(computed) for need in top]
-
-
-def run_hidden(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> Floats:
-    """One pass without the head: the final hidden states (wanted, D). Raises what `run` raises."""
-    with np.errstate(all="ignore"), be.running():
-        try:
-            x = be.to_host(be.hidden(w, cfg, batch, cache, None))
-            sound = all_finite([x])
-        except NumericsError:
-            sound = False
-        if not sound:
-            raise first_non_finite(be, w, cfg, batch, cache)
-    return x
 
 
 def check_path(be: Backend, path: str | None) -> None:

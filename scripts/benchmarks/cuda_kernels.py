@@ -194,7 +194,8 @@ def measure_cuda_kernels(
         raise ShapeError("measure_cuda_kernels", expected="at least one shape and token, all sizes >= 1", got=got)
     cold_bytes = CACHES_OF_WEIGHTS * device.l2_bytes if cold_bytes is None else cold_bytes
     rng = np.random.default_rng(0)
-    ws, kernels = Workspace(device), TernaryKernels(device)
+    ws = Workspace(device)
+    kernels = TernaryKernels(ws)
     timer = LaunchTimer(ws, copy_bytes, repeats)
     results: list[CudaKernelResult] = []
     tick = ticker(progress, len(shapes) * len(tokens))

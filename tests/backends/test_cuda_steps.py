@@ -159,7 +159,7 @@ def test_what_grows_later_leaves_recorded_steps_their_arrays():
     _, cache = decode(m, prompts, 2)
     far = m.backend.place(TokenBatch.of([(0, 5000, [1])]))
     m.backend.rope_tables(far.positions, m.config.rope, m.config.head_dim)
-    m.backend._attention._counters(1 << 16)
+    m.backend.ws.counters("attention", 1 << 16)
     for step in (2, 3):
         batch = TokenBatch.of([(0, 3 + step, [7 * step % 50 + 1])], [0])
         np.testing.assert_array_equal(m.run(batch, cache, top(1)).all(), expected[step])

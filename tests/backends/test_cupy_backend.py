@@ -83,10 +83,11 @@ def test_the_kernels_of_a_fused_block(monkeypatch):
     m = load()
     be, cfg, w = m.backend, m.config, m.weights.layers[0]
     cache, launched = be.new_cache(cfg, CacheSpec(2, 8)), kernels_asked_for(monkeypatch, be.ws.device)
-    prompt = ["rows_2", "rope_append_float32", "attention_scores", "attention_values", "rows_2"]
+    product = ["rows_2", "ternary_gemv_mma_8"]
+    prompt = [*product, "rope_append_float32", "attention_scores", "attention_values", *product]
     decoded = ["ternary_row_2", "attention_append_scores", "attention_values", "ternary_row_2"]
-    expected = {  # and the products of several tokens, whose kernels are asked for once
-        (0, 0, 5): (prompt, ["rows_2"] * 2),
+    expected = {
+        (0, 0, 5): (prompt, product * 2),
         (1, 0, 1): (decoded, ["ternary_row_2"] * 2),
     }
     for (slot, position, n), (attention, feed_forward) in expected.items():

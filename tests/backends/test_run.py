@@ -9,7 +9,7 @@ from helpers import GOLDEN, GOLDEN_CASES, TINY, model, rng, tiny_tensors, write_
 import bitnet_ref
 from bitnet_ref.backends import choose_backend
 from bitnet_ref.backends.run import first_non_finite
-from bitnet_ref.errors import BackendUnavailable, NumericsError, ShapeError
+from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.model import forward
 from bitnet_ref.reference.weights import DenseWeight
@@ -50,6 +50,17 @@ def test_a_path_that_the_backend_does_not_have(backend_name):
     m = model(CASE, backend_name)
     with pytest.raises(BackendUnavailable, match=f"{backend_name}.* has no path 'fused'; there are: ops"):
         m.run(PROMPT, m.new_cache(1, 4), path="fused")
+
+
+@pytest.mark.parametrize("way", ["run", "run_hidden"])
+def test_a_pass_without_memory(way, monkeypatch):
+    def fail(*args):
+        raise MemoryError("no memory for 4 tokens of 64 activations")
+
+    m = model(CASE)
+    monkeypatch.setattr(m.backend, "hidden", fail)
+    with pytest.raises(OutOfMemory, match=r"a pass of 4 tokens: no memory for 4 .*; compute fewer tokens at a time"):
+        getattr(m, way)(PROMPT, m.new_cache(1, 4))
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------------

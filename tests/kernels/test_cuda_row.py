@@ -77,7 +77,7 @@ def check_row(ws, seed, n_out, n_in, norms=True, biased=False, adds=True):
     if adds:
         residual = dice.standard_normal((1, n_out)).astype(np.float32)
         expected = PLAIN_BACKEND.add(residual, expected)
-    tiled, on_device = TernaryKernels(ws.device).prepare(weight), ws.upload(x)
+    tiled, on_device = TernaryKernels(ws).prepare(weight), ws.upload(x)
     assert takes_row(x, tiled)
     equal_bits(ws, linear_of_row(ws, on_device, tiled, norm, residual=ws.upload(residual)), expected)
 
@@ -109,7 +109,7 @@ def test_rows_of_any_size(ws, power, eps):
     """Beside elements of size one or by themselves; the norm by itself too, to the last bit of the smallest number."""
     dice, width = rng(abs(power)), 600
     weight, norm = random_weight(dice, 40, width), dice.standard_normal(width).astype(np.float32)
-    tiled = TernaryKernels(ws.device).prepare(weight)
+    tiled = TernaryKernels(ws).prepare(weight)
     small = np.ldexp(dice.standard_normal((1, width)), power).astype(np.float32)
     mixed = np.where(dice.random((1, width)) < 0.5, small, dice.standard_normal((1, width)).astype(np.float32))
     for x in (small, mixed):
@@ -126,7 +126,7 @@ def test_rows_that_begin_anywhere(ws):
     dice = rng(3)
     weight, norm = random_weight(dice, 20, 1000), dice.standard_normal(1003).astype(np.float32)
     x = dice.standard_normal((1, 1003)).astype(np.float32)
-    tiled, on_device = TernaryKernels(ws.device).prepare(weight), ws.upload(x)
+    tiled, on_device = TernaryKernels(ws).prepare(weight), ws.upload(x)
     for first in (0, 1, 3):
         part = slice(first, first + 1000)
         y = linear_of_row(ws, on_device[:, part], tiled, (ws.upload(norm)[part], 1e-5))
@@ -166,7 +166,7 @@ def test_a_row_is_the_same_in_any_company(ws, n_in, source):
 @example(1, 2, 4200, "silu", True)
 @example(2, 40, 2100, "relu2", True)  # more sums than a block has room for
 def test_gate_and_up_multiplied_as_one(ws, seed, tiles, n_in, activation, biased):
-    dice, kernels = rng(seed), TernaryKernels(ws.device)
+    dice, kernels = rng(seed), TernaryKernels(ws)
     weights = [random_weight(dice, 16 * tiles, n_in, biased) for _ in range(2)]
     tiled = [kernels.prepare(w) for w in weights]
     kernels.stack(*tiled)
@@ -181,7 +181,7 @@ def test_gate_and_up_multiplied_as_one(ws, seed, tiles, n_in, activation, biased
 
 
 def test_what_it_does_not_take(ws):
-    dice, kernels = rng(0), TernaryKernels(ws.device)
+    dice, kernels = rng(0), TernaryKernels(ws)
     one, two = np.zeros((1, 8), dtype=np.float32), np.zeros((2, 8), dtype=np.float32)
     tiled = [kernels.prepare(random_weight(dice, n_out, 8)) for n_out in (16, 32, 8)]
     kernels.stack(*tiled)
@@ -201,7 +201,7 @@ def test_what_is_not_finite_is_told(ws, bad, norms, what):
     x = np.ones((1, 100), dtype=np.float32)
     x[0, 77] = bad
     norm = (ws.upload(np.ones(100, dtype=np.float32)), 1e-5) if norms else None
-    y = linear_of_row(ws, ws.upload(x), TernaryKernels(ws.device).prepare(random_weight(rng(0), 40, 100)), norm)
+    y = linear_of_row(ws, ws.upload(x), TernaryKernels(ws).prepare(random_weight(rng(0), 40, 100)), norm)
     with pytest.raises(NumericsError, match=what):
         ws.download(y)
 
@@ -212,7 +212,7 @@ def test_the_order_of_threads_does_not_matter(order):
     ws, dice = Workspace(EmulatedDevice(order=order)), rng(5)
     weight, norm = random_weight(dice, 100, 700), dice.standard_normal(700).astype(np.float32)
     x = dice.standard_normal((1, 700)).astype(np.float32)
-    found = linear_of_row(ws, ws.upload(x), TernaryKernels(ws.device).prepare(weight), (ws.upload(norm), 1e-5))
+    found = linear_of_row(ws, ws.upload(x), TernaryKernels(ws).prepare(weight), (ws.upload(norm), 1e-5))
     equal_bits(ws, found, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(x, Norm(norm, 1e-5)), weight))
 
 
@@ -254,7 +254,7 @@ from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.reference.weights import TernaryWeight
 
 ws = Workspace(EmulatedDevice(sanitize=True))
-kernels = TernaryKernels(ws.device)
+kernels = TernaryKernels(ws)
 for n_out, n_in in ((1, 1), (16, 128), (20, 600), (33, 129), (64, 9000), (1100, 40), (100, 4099), (7, 16384)):
     ones = [np.ones((n, n_in), dtype=np.int8) for n in (n_out, 32, 32)]
     weights = [kernels.prepare(TernaryWeight.from_ternary(w, 0.5)) for w in ones]

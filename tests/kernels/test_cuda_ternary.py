@@ -22,6 +22,7 @@ from bitnet_ref.backends.cuda.ternary import (
     choose_launch,
     padded_columns,
 )
+from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.errors import ShapeError
 from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference import quantization
@@ -33,7 +34,7 @@ emulated = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ 
 
 @pytest.fixture(scope="module")
 def kernels():
-    return TernaryKernels(cuda.open_device())
+    return TernaryKernels(Workspace(cuda.open_device()))
 
 
 def kernels_for(tokens):
@@ -85,7 +86,7 @@ def test_every_kernel_that_takes_them(kernels, tokens):
 @emulated
 @pytest.mark.parametrize("order", [1, 2])
 def test_the_order_of_threads_does_not_matter(order):
-    kernels = TernaryKernels(EmulatedDevice(order=order))
+    kernels = TernaryKernels(Workspace(EmulatedDevice(order=order)))
     for tokens in (1, 5, 70):
         check(kernels, *random_case(order, tokens, 40, 1300), kernels_for(tokens))
 
@@ -201,7 +202,7 @@ def test_longer_rows_of_x_may_hold_anything_behind(kernels):
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_a_graph_computes_again_from_what_its_arrays_hold(tokens):
     device = cuda.open_device()
-    kernels = TernaryKernels(device)
+    kernels = TernaryKernels(Workspace(device))
     weight, x_q, x_scale = random_case(7, tokens, 20, 9000)
     divided = choose_launch(tokens, *weight.shape, device.multiprocessors).parts > 1
     assert divided == (tokens == 40)  # sums of several blocks, which every launch leaves as zeros
@@ -296,11 +297,12 @@ from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference import quantization
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.ternary import GEMV, KERNELS, TernaryKernels
+from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.reference.weights import TernaryWeight
 
 dice = np.random.default_rng(0)
 device = EmulatedDevice(sanitize=True)
-kernels = TernaryKernels(device)
+kernels = TernaryKernels(Workspace(device))
 for tokens, n_out, n_in in ((1, 1, 1), (1, 16, 128), (1, 20, 9000), (3, 33, 300), (16, 17, 513), (20, 128, 640),
                             (40, 129, 129), (64, 16, 256), (130, 150, 1100)):
     weight = TernaryWeight.from_ternary(dice.integers(-1, 2, (n_out, n_in), dtype=np.int8), 0.5)

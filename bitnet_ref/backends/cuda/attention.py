@@ -66,11 +66,10 @@ class Queries:
 
 
 class Attention:
-    """The attention kernels on a device, with the counters that they leave as zeros."""
+    """The attention kernels on a device."""
 
     def __init__(self, ws: Workspace) -> None:
         self._ws = ws
-        self._done = [ws.zeros((4096,), np.int32)]
 
     def __call__(
         self,
@@ -171,15 +170,7 @@ class Attention:
         if chunks == 1:
             return None, None
         parts = self._ws.scratch((some.count, some.heads, chunks, head_dim), np.float64)
-        return parts, self._counters(some.count * some.pages[-2])
-
-    def _counters(self, count: int) -> DeviceArray:
-        """At least so many zeros. A larger array does not replace the smaller, which recorded steps refer to."""
-        large = next((done for done in self._done if len(done) >= count), None)
-        if large is None:
-            large = self._ws.zeros((2 * count,), np.int32)
-            self._done.append(large)
-        return large
+        return parts, self._ws.counters("attention", some.count * some.pages[-2])
 
 
 class PositionTables:

@@ -92,7 +92,7 @@ class CupyBackend(Backend):
         limit = BYTES.read(memory_limit, "memory_limit", BackendUnavailable)
         self.ws = Workspace(open_device(index=index, memory_limit=limit) if device is None else device)
         self.rope_positions = PositionTables(self.ws)
-        self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
+        self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws)
         self._denses, self._fused = DenseKernels(self.ws, dtype), FusedLinears(self.ws, self._ternary)
         if dtype != "float32" and not self.ws.device.can_matmul_16:
             warnings.warn(f"cuBLAS is not installed, and {dtype} prompts take a slower kernel: {INSTALL}", stacklevel=2)
@@ -333,7 +333,7 @@ class CupyBackend(Backend):
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
         ok = x_q.dtype == np.int8 and x_q.ndim == 2 and x_q.shape[1] == w.in_features
         require("ternary_matmul", ok, f"x_q int8 (M, {w.in_features})", x_q=x_q)
-        return self._ternary.matmul(x_q, self._tiled(w), self.ws.empty((len(x_q), w.shape[0]), np.int32))
+        return self._ternary.matmul(x_q, self._tiled(w))
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: Floats) -> Floats:
         check_dequantize(acc, x_quant_scale)
@@ -378,9 +378,8 @@ class CupyBackend(Backend):
             return row_kernels.linear_of_row(self.ws, x, tiled, norm)
         if "padded int8" not in shared:
             shared["padded int8"] = row_kernels.quantize(self.ws, x, norm)
-        y = self.ws.empty((len(x), w.shape[0]), np.float32)
         x_q, x_quant_scale = shared["padded int8"]
-        return self._ternary.linear(x_q, x_quant_scale, tiled, y)
+        return self._ternary.linear(x_q, x_quant_scale, tiled)
 
     def _normed_linear(self, x: Floats, w: NormedLinear, shared: Shared) -> Floats:
         own: Shared = {}

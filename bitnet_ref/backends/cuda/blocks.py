@@ -9,8 +9,6 @@ The products of one input are one launch over a stack of weights. The epilogue o
 
 from __future__ import annotations
 
-import numpy as np
-
 from .device import DeviceArray
 from .rows import GATES, Norm, linear_of_row, quantize, takes_row
 from .stacks import Stack
@@ -29,14 +27,13 @@ class FusedLinears:
         if takes_row(x, stack.whole):
             return stack.split(linear_of_row(self._ws, x, stack.whole, norm), 1)
         x_q, scale = quantize(self._ws, x, norm)
-        y = self._ws.empty((len(x), sum(stack.parts)), np.float32)
-        return stack.split(self._ternary.linear(x_q, scale, stack.whole, y), len(x))
+        return stack.split(self._ternary.linear(x_q, scale, stack.whole), len(x))
 
     def norm_linear_add(self, x: DeviceArray, norm: Norm | None, w: TiledWeight, residual: DeviceArray) -> DeviceArray:
         """residual (N, out) + the linear of x (N, K), which is normed first if there is a norm.   -> (N, out)"""
         if takes_row(x, w):
             return linear_of_row(self._ws, x, w, norm, residual=residual)
-        return self._linear_add(quantize(self._ws, x, norm), w, residual)
+        return self._ternary.linear(*quantize(self._ws, x, norm), w, residual=residual)
 
     def feed_forward(
         self, x: DeviceArray, norm: Norm, gate_up: Stack, activation: str, sub_norm: Norm | None, down: TiledWeight
@@ -46,10 +43,5 @@ class FusedLinears:
             h = linear_of_row(self._ws, x, gate_up.whole, norm, gate=GATES[activation])  # (1, F)
             return self.norm_linear_add(h, sub_norm, down, x)
         gate, up = self.norm_linears(x, norm, gate_up)  # (N, F) each
-        return self._linear_add(quantize(self._ws, gate, sub_norm, up=up, gate=GATES[activation]), down, x)
-
-    def _linear_add(
-        self, quantized: tuple[DeviceArray, DeviceArray], w: TiledWeight, residual: DeviceArray
-    ) -> DeviceArray:
-        y = self._ws.empty(residual.shape, np.float32)
-        return self._ternary.linear(*quantized, w, y, residual=residual)
+        quantized = quantize(self._ws, gate, sub_norm, up=up, gate=GATES[activation])
+        return self._ternary.linear(*quantized, down, residual=x)

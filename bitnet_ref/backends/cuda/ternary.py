@@ -14,6 +14,7 @@ from ...reference.quantization import pack_ternary
 from ...reference.weights import LinearWeight, TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
+from .workspace import THREADS, Workspace
 
 FILE = "ternary.cu"
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
@@ -21,7 +22,6 @@ GEMM_ROWS, GEMM_TOKENS = 128, 64  # of a block of kernel 3
 STAGES, SUMS_PITCH = 4, GEMM_ROWS + 4  # ternary.cu: of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
 MAX_WARPS = 16  # of a block of kernels 1 and 2
-THREADS = 256  # of a block of the kernels with one thread per element
 
 # kernel -> the max tokens that it takes at once; chosen in this order
 GEMV = {"ternary_gemv_dp4a": 1, "ternary_gemv_mma_8": 8, "ternary_gemv_mma_16": 16, "ternary_gemv_mma_32": 32}
@@ -139,28 +139,21 @@ def has_tiles(w: LinearWeight) -> TypeGuard[TiledWeight]:
 
 
 class TernaryKernels:
-    """The ternary product on a device.
+    """The ternary product on a device. The first call of a size allocates room and compiles: call once before a
+    capture."""
 
-    Scratch buffers (padded rows of x, sums of several blocks and their counters) are allocated at the first call of a
-    size and kept, since graphs may refer to them: call once before a capture.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._kernels = {name: device.kernel(FILE, name) for name in KERNELS}
-        self._pack, self._pad = device.kernel(FILE, "ternary_pack"), device.kernel(FILE, "ternary_pad")
-        self._scratch: dict[str, list[DeviceArray]] = {}
+    def __init__(self, ws: Workspace) -> None:
+        self._ws, self.device = ws, ws.device
 
     def prepare(self, weight: TernaryWeight) -> TiledWeight:
         """A weight in tiles."""
         rows, columns = weight.shape
         tiles_n, tiles_k = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
-        tiles = self.device.empty((tiles_n, tiles_k, TILE_WORDS), np.uint32)
-        packed = self.device.array(np.ascontiguousarray(weight.packed))
-        self._pack(-(-tiles.size // THREADS), THREADS, (packed, rows, columns, tiles))
+        tiles = self._ws.make((tiles_n, tiles_k, TILE_WORDS), np.uint32)
+        self._ws.each(FILE, "ternary_pack", tiles.size, self._ws.upload(weight.packed), rows, columns, tiles)
         scale, bias = np.float32(weight.w_dequant_scale), weight.bias
-        scales = self.device.array(np.full(rows, scale, dtype=np.float32))
-        on_device = None if bias is None else self.device.array(np.ascontiguousarray(bias, dtype=np.float32))
+        scales = self._ws.upload(np.full(rows, scale, dtype=np.float32))
+        on_device = None if bias is None else self._ws.upload(bias.astype(np.float32, copy=False))
         return TiledWeight(self.device, tiles, scales, on_device, rows, columns, scale, bias, weight.name)
 
     def can_stack(self, weights: Sequence[Any]) -> bool:
@@ -185,10 +178,10 @@ class TernaryKernels:
             raise ShapeError("stack", expected=expected, got=got)
         parts, columns = tuple(w.out_features for w in weights), weights[0].in_features
         rows, biases = sum(parts), None
-        tiles = self.device.empty((-(-rows // TILE_ROWS), *weights[0].tiles.shape[1:]), np.uint32)
-        scales = self.device.empty((rows,), np.float32)
+        tiles = self._ws.make((-(-rows // TILE_ROWS), *weights[0].tiles.shape[1:]), np.uint32)
+        scales = self._ws.make((rows,), np.float32)
         if any(w.bias is not None for w in weights):
-            biases = self.device.zeros((rows,), np.float32)
+            biases = self._ws.zeros((rows,), np.float32)
         whole = TiledWeight(self.device, tiles, scales, biases, rows, columns, weights[0].w_dequant_scale, parts=parts)
         stack, tile = Stack(whole, parts), 0
         for number, (w, row) in enumerate(zip(weights, starts_of(parts), strict=True)):
@@ -202,11 +195,9 @@ class TernaryKernels:
             tile = there.stop
         return stack
 
-    def matmul(
-        self, x_q: DeviceArray, w: TiledWeight, acc: DeviceArray | None = None, kernel: str | None = None
-    ) -> DeviceArray:
+    def matmul(self, x_q: DeviceArray, w: TiledWeight, kernel: str | None = None) -> DeviceArray:
         """x_q (M, K) or (M, padded_columns(K)) int8 -> acc (M, N) int32, exact."""
-        return self._run(x_q, None, w, acc, np.int32, kernel)
+        return self._run(x_q, None, w, None, np.int32, kernel)
 
     def linear(
         self,
@@ -244,15 +235,15 @@ class TernaryKernels:
             expected = f"x_q int8 (M, {columns}) or (M, {stride})"
             raise ShapeError("ternary_matmul", expected=expected, got=f"x_q {x_q.dtype} {x_q.shape}")
         if out is None:
-            out = self.device.empty((tokens, rows), dtype)
+            out = self._ws.empty((tokens, rows), dtype)
         if out.dtype != dtype or out.shape != (tokens, rows):
             expected = f"out {np.dtype(dtype).name} ({tokens}, {rows})"
             raise ShapeError("ternary_matmul", expected=expected, got=f"{out.dtype} {out.shape}")
         if tokens == 0:
             return out
         if x_q.shape[1] != stride:
-            padded = self._room("x_q", tokens * stride, np.int8)
-            self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded))
+            padded = self._ws.scratch((tokens, stride), np.int8)
+            self._ws.each(FILE, "ternary_pad", padded.size, x_q, tokens, columns, padded)
             x_q = padded
         launch = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
         outputs: tuple[DeviceArray | None, ...] = (out, None, None) if x_scale is None else (None, None, out)
@@ -260,19 +251,8 @@ class TernaryKernels:
             self.device.fill(out, 0)
         elif launch.parts > 1:
             blocks = launch.grid[0] * launch.grid[1]
-            outputs = self._room("sums", tokens * rows, np.int32), self._room("done", blocks, np.int32), out
+            outputs = self._ws.counters("ternary sums", tokens * rows), self._ws.counters("ternary done", blocks), out
         scales = w.w_scales, x_scale, w.bias_on_device, residual
-        sizes = tokens, rows, columns, *first_rows(w.parts, rows)
-        args = (x_q, stride, w.tiles, *sizes, launch.share, *scales, *outputs)
-        self._kernels[launch.kernel](launch.grid, launch.block, args, launch.shared_mem)
+        args = x_q, stride, w.tiles, tokens, rows, columns, *first_rows(w.parts, rows), launch.share, *scales, *outputs
+        self._ws.launch(FILE, launch.kernel, launch.grid, launch.block, *args, shared=launch.shared_mem)
         return out
-
-    def _room(self, name: str, size: int, dtype: Any) -> DeviceArray:
-        """So many elements of a kept array, zeros at first. A larger array does not replace a smaller one, which graphs
-        may refer to."""
-        arrays = self._scratch.setdefault(name, [])
-        large = next((array for array in arrays if array.size >= size), None)
-        if large is None:
-            large = self.device.zeros(size, dtype)
-            arrays.append(large)
-        return large[:size]

@@ -108,6 +108,7 @@ class Workspace:
         self.arena: Arena | None = None
         self._vectors: dict[int, tuple[Array, DeviceArray]] = {}  # host vectors by id, with their device copies
         self._scratch = Arena(self.make)
+        self._counters: dict[str, list[DeviceArray]] = {}
         self.shelf = Shelf()
         self._array_type: type = EmulatedArray if device.emulated else device.xp.ndarray
         self.trouble = self.zeros((1,), np.int32)
@@ -167,6 +168,15 @@ class Workspace:
         self.device.fill(array, 0)
         return array
 
+    def counters(self, name: str, size: int) -> DeviceArray:
+        """So many int32 of a kept array of that name, zeros before and after each launch. A larger array does not
+        replace the smaller, which recorded steps refer to."""
+        arrays = self._counters.setdefault(name, [])
+        if not arrays or len(arrays[-1]) < size:
+            arrays.append(self.make((1 << (size - 1).bit_length(),), np.int32))
+            self.device.fill(arrays[-1], 0)
+        return arrays[-1][:size]
+
     def upload(self, value: Array) -> DeviceArray:
         """A host array on the device, bfloat16 as its bits (CuPy has none); anything else as it is."""
         if not isinstance(value, np.ndarray) or self.holds(value):
@@ -205,6 +215,7 @@ class Workspace:
     def close(self) -> None:
         """Drop all kept arrays."""
         self._vectors.clear()
+        self._counters.clear()
         self.shelf.clear()
 
     # -- launches ------------------------------------------------------------------------------------------------------

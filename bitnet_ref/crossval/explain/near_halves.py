@@ -332,7 +332,6 @@ class _Pass(Recorder):
         stop = search.order[until] if until is not None else len(search.order)
         wanted = {name for name in search.compared if search.order[name] <= stop}
         super().__init__(Backend("float32", threads=1), search.setting.config, wanted.__contains__)
-        self.handlers |= {"quantize_activations": self.on_quantize_activations}
         self.streams: dict[int, Array] = {}
         self.start, self.until, self.noise = start, until, noise
         self.x_q: Array | None = None  # with noise

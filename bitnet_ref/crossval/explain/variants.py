@@ -198,8 +198,6 @@ class _StepRecorder(Recorder):
         self.steps: dict[str, Array] = {}
         self.family = family_of(setting.config)
         self.adapted = {name for name, w in setting.weights.linears() if isinstance(w, AdaptedLinear)}
-        self.handlers |= {"quantize_activations": self.on_quantize_activations, "append": self.on_append}
-        self.handlers |= {"dense_matmul": self.on_dense_matmul}
 
     def keep(self, name: str, array: Array) -> None:
         if name == LOGITS and name not in self.steps and self.setting.config.logit_softcap is not None:
