@@ -93,7 +93,7 @@ class Page:
     """A tab. `problems`: errors in its console, exceptions, and violations of its Content-Security-Policy."""
 
     def __init__(self, browser, url, width, height, dark, first, context=None):
-        self.browser, self.problems, self.requested = browser, [], []
+        self.browser, self.problems, self.requested, self.loads = browser, [], [], 0
         self.context = context or browser.call("Target.createBrowserContext")["browserContextId"]
         target = browser.call("Target.createTarget", url="about:blank", browserContextId=self.context)["targetId"]
         self.session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -136,6 +136,17 @@ class Page:
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
             self.requested.append(params["request"]["url"])
+        elif method == "Page.loadEventFired":
+            self.loads += 1
+
+    def reload(self):
+        """Load the page anew. `until` alone could still ask the old document."""
+        loads, end = self.loads, time.monotonic() + 60
+        self.call("Page.reload")
+        while self.loads == loads:
+            assert time.monotonic() < end, "the page was not loaded anew"
+            self.browser.call("Browser.getVersion")  # takes in the events
+            time.sleep(0.02)
 
     def run(self, script):
         """The value of an expression, awaited."""

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +43,25 @@ def server(tmp_path_factory):
 def slowly(ids, logits, generator):
     time.sleep(0.02)
     return int(np.argmax(logits))
+
+
+@pytest.fixture
+def submit_held():
+    """Submits requests that begin together, and go on from their 40th token when the second result is called."""
+    started, released = threading.Event(), threading.Event()
+
+    def strategy(ids, logits, generator):
+        (started if len(ids) < 40 else released).wait(60)
+        return int(np.argmax(logits))
+
+    def submit(engine, count):
+        handles = [engine.submit(SECRET, strategy=strategy, max_tokens=100, ignore_eos=True) for _ in range(count)]
+        started.set()
+        return handles, released.set
+
+    yield submit
+    started.set()
+    released.set()
 
 
 # -- the document and the engine's state -------------------------------------------------------------------------------
@@ -370,22 +390,22 @@ def test_a_conversation_outlives_a_reload(open_page):
     page.press("Enter")
     page.until("!chatting && conversation.nodes.length === 2")
     before = page.run("conversation.nodes")
-    page.call("Page.reload")
-    page.until("document.readyState === 'complete' && conversation.nodes.length === 2")
+    page.reload()
+    page.until("conversation.nodes.length === 2")
     assert page.run("conversation.nodes") == before
     page.until("document.querySelectorAll('.message').length === 2")
 
 
 @pytest.mark.thorough
 @needs_chromium
-def test_the_engine_live(server, open_page):
+def test_the_engine_live(server, open_page, submit_held):
     page = open_page()
     page.until("model !== null")
     page.click("#tab-engine")
     page.until("!$('engine-live').hidden")
     assert page.run("$('replicas').hidden")  # there is one engine
     engine = server.engines["storyteller"]
-    handles = [engine.submit(SECRET, strategy=slowly, max_tokens=100, ignore_eos=True) for _ in range(3)]
+    handles, release = submit_held(engine, 3)
     ids = [handle.request_id for handle in handles]
     page.until("requests.filter((each) => each.state === 'running').length === 3")
     page.until("steps.at(-1)?.parts.map(([, , kind]) => kind).join() === 'decode,decode,decode'")
@@ -414,6 +434,7 @@ def test_the_engine_live(server, open_page):
     page.click("#pause")
     for handle in handles:
         handle.close()
+    release()
     page.click("#pause")
     page.until("requests.every((each) => each.end_s !== null)")
     assert page.text("#requests .state") == "cancelled"
@@ -423,13 +444,13 @@ def test_the_engine_live(server, open_page):
 
 @pytest.mark.thorough
 @needs_chromium
-def test_each_of_several_engines(open_page, tmp_path):
+def test_each_of_several_engines(open_page, submit_held, tmp_path):
     with RunningServer({"storyteller": STORY}, settings={"replicas": 3, "cache_tokens": 2048}) as server:
         first, second, third = server.engines["storyteller"].engines
         page = open_page(server.url, GONE, width=360, height=740)
         page.until("model !== null")
         page.click("#tab-engine")
-        handles = [second.submit(SECRET, strategy=slowly, max_tokens=200, ignore_eos=True) for _ in range(2)]
+        handles, release = submit_held(second, 2)
         page.until("$('replica').options[1]?.textContent === '2 of 3: 2 requests'")
         assert page.run("requests.length") == 0  # of the first
         page.run("$('replica').value = 1; $('replica').onchange()")
@@ -450,6 +471,7 @@ def test_each_of_several_engines(open_page, tmp_path):
         page.until("$('banner').hidden")
         for handle in handles:
             handle.close()
+        release()
         until(lambda: not server.engines["storyteller"].requests)
         page.run("$('replica').value = 2; $('replica').onchange()")
         page.until("requests.length === 0")

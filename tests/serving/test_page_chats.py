@@ -47,14 +47,16 @@ def send(page, text):
     wait_for_reply(page)
 
 
-def type_slowly(page, pieces, gap_ms=0):
-    """Replies are from now on these deltas of a stream, so many milliseconds apart."""
+def answer_with(page, pieces, held=False):
+    """Replies are from now on these deltas of a stream. If `held`, they begin when the page calls `release()`."""
     events = [f"data: {json.dumps({'choices': [{'delta': piece}]})}\n\n" for piece in pieces]
-    page.run(f"""window.fetch = async (_, {{signal}}) => new Response(new ReadableStream({{async start(control) {{
+    page.run(f"""window.released = new Promise((resolve) => (window.release = resolve));
+    {"" if held else "release();"}
+    window.fetch = async (_, {{signal}}) => new Response(new ReadableStream({{async start(control) {{
         signal.onabort = () => control.error(signal.reason);
+        await released;
+        if (signal.aborted) return;
         for (const event of {json.dumps([*events, "data: [DONE]" + chr(10) * 2])}) {{
-            await sleep({gap_ms});
-            if (signal.aborted) return;
             control.enqueue(new TextEncoder().encode(event));
         }}
         control.close();
@@ -89,11 +91,12 @@ def test_what_does_nothing_yet_looks_so(browser, server):
     page.run("window.fetch = real; start()")
     page.until("model !== null")
     assert page.run(opacity % "#chat-send, #complete") == ["1", "1"]
-    type_slowly(page, [{"content": "word "}] * 5, 100)
+    answer_with(page, [{"content": "word "}] * 5, held=True)
     page.click("#chat-text")
     page.type("Hello")
     page.press("Enter")
     assert set(page.run(opacity % ".actions button, #chat-new, .title")) == {"0.5"}
+    page.run("release()")
     wait_for_reply(page)
     assert set(page.run(opacity % ".actions button, #chat-new, .title")) == {"1"}
 
@@ -114,8 +117,8 @@ def test_titles_and_deletion(page):
     page.press("Enter")
     assert page.run(titles) == ["Weather", "Hello"]
     assert page.run(f"document.activeElement.matches('{TITLE}')")
-    page.call("Page.reload")
-    page.until("document.readyState === 'complete' && model !== null")
+    page.reload()
+    page.until("model !== null")
     assert page.run(titles) == ["Weather", "Hello"]
     page.click("#conversation-list button", 2)  # Delete
     assert page.run(titles) == ["Weather", "Hello"]  # it asks first
@@ -127,7 +130,7 @@ def test_titles_and_deletion(page):
 
 
 def test_a_title_ends_with_a_whole_character(page):
-    type_slowly(page, [{"content": "x"}])
+    answer_with(page, [{"content": "x"}])
     send(page, "a" * 59 + "\U0001f407 ran")
     assert page.run("conversation.title") == "a" * 59 + "\U0001f407"
 
@@ -143,11 +146,12 @@ def test_two_tabs_lose_no_message(server, page):
     page.until("conversation.nodes.length === 6")
     assert shown(page)[::2] == ["Hello", "From the first", "From the second"]
     for each, words in ((page, "one "), (other, "two ")):
-        type_slowly(each, [{"content": words}] * 6, 100)
+        answer_with(each, [{"content": words}] * 6, held=True)
         each.click("#chat-text")
         each.type(words)
         each.press("Enter")  # both at once: then there are two conversations
     for each in (page, other):
+        each.run("release()")
         wait_for_reply(each)
     assert shown(page)[6:] + shown(other)[6:] == ["one", "one " * 6, "two", "two " * 6]
     kept = page.run("keptConversations().map(({ nodes }) => nodes.map(({ content }) => content))")
@@ -155,19 +159,20 @@ def test_two_tabs_lose_no_message(server, page):
 
 
 def test_the_end_of_a_reply_leaves_the_focus_where_a_person_writes(page):
-    type_slowly(page, [{"content": "word "}] * 5, 100)
+    answer_with(page, [{"content": "word "}] * 5, held=True)
     page.click("#chat-text")
     page.type("Hello")
     page.press("Enter")
     page.click("#system")
     page.type("Be b")
+    page.run("release()")
     wait_for_reply(page)
     page.type("rief.")
     assert page.run("[$('system').value, $('chat-text').value]") == ["Be brief.", ""]
 
 
 def test_results_wait_for_settings_that_are_right(page):
-    type_slowly(page, [{"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "clock", "arguments": "{}"}}]}])
+    answer_with(page, [{"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "clock", "arguments": "{}"}}]}])
     send(page, "Hello")
     fill_in(page, temperature=9)
     page.click("#messages form textarea")
@@ -182,7 +187,7 @@ def test_another_reply_that_does_not_come_leaves_the_one_that_was_shown(page):
     push(page, 1, "Another reply")
     page.until("!chatting && conversation.nodes.length === 3")
     push(page, 1, "‹")
-    type_slowly(page, [{"content": "x"}], 500)
+    answer_with(page, [], held=True)
     push(page, 1, "Another reply")
     assert page.run("keptConversations()[0].chosen[0]") == 1  # what a reload shows
     page.click("#chat-stop")
@@ -192,7 +197,7 @@ def test_another_reply_that_does_not_come_leaves_the_one_that_was_shown(page):
 
 def test_texts_from_right_to_left(page):
     """The mark at the end of a sentence is on its left."""
-    type_slowly(page, [{"content": "\u05e9\u05dc\u05d5\u05dd!\n\n- \u05e9\u05dc\u05d5\u05dd!"}])
+    answer_with(page, [{"content": "\u05e9\u05dc\u05d5\u05dd!\n\n- \u05e9\u05dc\u05d5\u05dd!"}])
     send(page, "\u05e9\u05dc\u05d5\u05dd!")
     lefts = """[...document.querySelectorAll('.user > .text, .assistant p')].map((element) => [0, 4].map((at) => {
         const range = document.createRange(), text = element.firstChild;
