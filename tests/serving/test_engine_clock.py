@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_runs import BACKEND
+from engine_checks import check
 from helpers import model
 
 from bitnet_ref.errors import EngineClosed, QueueFull, RequestCancelled, RequestTimeout
@@ -65,6 +66,7 @@ def drive(monkeypatch):
     yield make
     for each in driven:
         each.worker._end_all()
+        check(each.engine)
 
 
 def lengths(engine, *texts):
