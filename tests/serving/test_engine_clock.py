@@ -276,7 +276,7 @@ def test_a_plan_without_any_of_its_sequences_is_a_fault(drive, monkeypatch):
     handles = [driven.engine.submit("Alice") for _ in range(3)]
     driven.step()
     monkeypatch.setattr(driven.worker._scheduler, "plan", PagedPlan)
-    with pytest.raises(RuntimeError, match="^none of 3 sequences can run$"):
+    with pytest.raises(RuntimeError, match=r"^none of 3 sequences can run$"):
         driven.step()
     assert not any(handle.done for handle in handles)
 
