@@ -87,6 +87,13 @@ def test_what_a_file_says(tmp_path):
             file.read("q")
 
 
+def test_one_byte_at_the_smallest_alignment(tmp_path):
+    values = [("general.alignment", u32(4) + u32(1))]
+    content = raw_gguf(values, [info("a", (1,), 24), info("b", (1,), 24, 1)], b"\7\x08", alignment=1)
+    with GgufFile(write(tmp_path / "x.gguf", content)) as file:
+        assert [file.read_raw(name).tolist() for name in file.tensors] == [[7], [8]]
+
+
 def test_the_types_are_the_packages():
     for kind, (values, size) in gguf.GGML_QUANT_SIZES.items():
         if kind.value == 15 or kind.value in NO_TYPE_OF_ITS_OWN:  # Q8_K: the package counts its 32 sums a byte short
