@@ -94,6 +94,23 @@ def test_one_byte_at_the_smallest_alignment(tmp_path):
         assert [file.read_raw(name).tolist() for name in file.tensors] == [[7], [8]]
 
 
+def test_the_bytes_of_a_part_of_a_tensor(tmp_path):
+    with GgufFile(write(tmp_path / "x.gguf", small_file())) as file:
+        for start, count in ((0, 0), (0, 68), (67, 1), (68, 0)):
+            assert file.read_raw("q", start, count).tolist() == list(range(start, start + count))
+        for start, count in ((-1, 1), (0, 69), (69, 0), (68, 1), (2, -1)):
+            with pytest.raises(ValueError, match=f"^q: bytes {start} to {start + count} of 68$"):
+                file.read_raw("q", start, count)
+
+
+@pytest.mark.parametrize("kind", [37, 38], ids=["I8_S", "TL1"])
+def test_a_type_of_unknown_size_takes_what_is_there(kind, tmp_path):
+    """Up to the next tensor, or to the end, whatever its shape."""
+    content = raw_gguf(infos=[info("a", (7,), kind), info("b", (3, 5), kind, 32)], data=F8 * 2 + b"x")
+    with GgufFile(write(tmp_path / "x.gguf", content)) as file:
+        assert [(each.shape, each.nbytes) for each in file.tensors.values()] == [((7,), 32), ((5, 3), 33)]
+
+
 def test_the_types_are_the_packages():
     for kind, (values, size) in gguf.GGML_QUANT_SIZES.items():
         if kind.value == 15 or kind.value in NO_TYPE_OF_ITS_OWN:  # Q8_K: the package counts its 32 sums a byte short
@@ -301,6 +318,7 @@ BAD = {
     "rank 5": (raw_gguf(infos=[info(dims=(1,) * 5)], data=F8), "at most 4", "x"),
     "rank 2^32 - 1": (raw_gguf(infos=[text("x") + u32(2**32 - 1) + bytes(64)]), "4294967295", "x"),
     "a product that wraps to 0": (raw_gguf(infos=[info(dims=(2**32, 2**32))], data=F8), "4294967296", "x"),
+    "a product of 2^62": (raw_gguf(infos=[info(dims=(2**31, 2**31))], data=F8), "an array can have", "x"),
     "a product that wraps to 8": (raw_gguf(infos=[info(dims=(8, 2**61 + 1))], data=F8), "an array can have", "x"),
     "dimension 0": (raw_gguf(infos=[info(dims=(8, 0))], data=F8), "[0, 8]", "x"),
     "dimension 2^63": (raw_gguf(infos=[info(dims=(2**63,))], data=F8), "9223372036854775808", "x"),

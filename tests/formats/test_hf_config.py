@@ -211,6 +211,20 @@ def test_what_yarn_scales_by(params, factor):
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
+def test_the_largest_context_that_yarn_divides():
+    raw = {**TINY, "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 4}}
+    assert parse(raw, max_position_embeddings=2**31 - 1).rope.factor == (2**31 - 1) / 4
+    check_error({**raw, "max_position_embeddings": 2**31}, "rope_parameters.factor")
+
+
+def test_the_width_of_a_head():
+    for heads in (1, 2, 4):
+        raw = {**without(TINY, "head_dim"), "num_attention_heads": heads, "num_key_value_heads": 1}
+        assert parse(raw).head_dim == TINY["hidden_size"] // heads
+    for heads in (0, -1, 3, 2.0):
+        check_error({**raw, "num_attention_heads": heads}, "head_dim")
+
+
 def test_all_that_yarn_may_say():
     own = {"factor": 4.0, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False, "rope_theta": 5.0}
     rope = parse(TINY, rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 16, **own}).rope
