@@ -8,7 +8,7 @@ import pytest
 from helpers import BITNET, TINY
 
 import bitnet_ref
-from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
+from bitnet_ref.errors import LARGEST_INT, ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, Keys, parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.wrappers import hf_form
@@ -212,9 +212,9 @@ def test_what_yarn_scales_by(params, factor):
 
 
 def test_the_largest_context_that_yarn_divides():
-    raw = {**TINY, "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 4}}
-    assert parse(raw, max_position_embeddings=2**31 - 1).rope.factor == (2**31 - 1) / 4
-    check_error({**raw, "max_position_embeddings": 2**31}, "rope_parameters.factor")
+    raw = {**TINY, "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 2**20}}
+    assert parse(raw, max_position_embeddings=LARGEST_INT).rope.factor == LARGEST_INT / 2**20
+    check_error({**raw, "max_position_embeddings": LARGEST_INT + 1}, "rope_parameters.factor")
 
 
 def test_the_width_of_a_head():
