@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError
-from bitnet_ref.formats.gguf.blocks import GROUP_TYPES, TERNARY_ROWS, TYPES
+from bitnet_ref.formats.gguf.blocks import MXFP4, SMALL_Q1_0, TYPES, WIDE_Q2_0, GgmlType
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 
-NO_TYPE_OF_ITS_OWN = {36, 37, 38, 39}  # the ids that the dialects use differently
+OF_OTHERS = (  # types of bitnet.cpp, ik_llama.cpp, Prism's and Tencent's llama.cpp, which the package may not know
+    *((36, "I2_S", 4, 1, 32), (37, "I8_S", 1, 0), (38, "TL1", 1, 0), (39, "TL2/MXFP4", 1, 0)),
+    *((134, "IQ1_BN", 64, 13, 0, 2), (135, "IQ2_BN", 64, 16, 0, 4), (335, "IQ2_BN_R4", 64, 16, 0, 4)),
+    *((42, "Q2_0", 64, 18), (43, "STQ1_0", 256, 42), (142, "PQ2_0", 128, 34), (143, "PTQ1_0", 128, 28)),
+)
 
 
 def text(value):
@@ -111,16 +115,17 @@ def test_a_type_of_unknown_size_takes_what_is_there(kind, tmp_path):
         assert [(each.shape, each.nbytes) for each in file.tensors.values()] == [((7,), 32), ((5, 3), 33)]
 
 
-def test_the_types_are_the_packages():
+def test_the_types_are_those_of_other_programs():
+    others = {row[0]: GgmlType(*row) for row in OF_OTHERS}
     for kind, (values, size) in gguf.GGML_QUANT_SIZES.items():
-        if kind.value == 15 or kind.value in NO_TYPE_OF_ITS_OWN:  # Q8_K: the package counts its 32 sums a byte short
+        if kind.value == 15 or kind.value in others:  # Q8_K: the package counts its 32 sums a byte short
             continue
-        mine = TYPES[kind.value]
-        assert (mine.name, mine.block_values, mine.block_bytes) == (kind.name, values, size)
-    ours = {
-        kind.id for kind in TYPES.values() if kind.name in (*GROUP_TYPES, *TERNARY_ROWS)
-    }  # which the package may not know yet
-    assert set(TYPES) == {kind.value for kind in gguf.GGML_QUANT_SIZES} | NO_TYPE_OF_ITS_OWN | ours
+        assert TYPES[kind.value] == GgmlType(kind.value, kind.name, values, size)
+    assert {number: TYPES[number] for number in others} == others
+    assert set(TYPES) == {kind.value for kind in gguf.GGML_QUANT_SIZES} | set(others)
+    assert [(each.id, each.block_values, each.block_bytes) for each in (WIDE_Q2_0, SMALL_Q1_0, MXFP4)] == [
+        *((42, 128, 34), (40, 32, 6), (39, 32, 17))
+    ]
 
 
 def test_a_file_of_the_package(tmp_path):
