@@ -125,8 +125,8 @@ KNOWN: dict[str, str] = {
     # -- registry
     'formats/registry/names.py choose_files: listed = ", ".join((chosen or single)[:20]) or "none" -> '
     'listed = ", ".join((chosen or single)[:(21)]) or "none"': "how many names a message has",
-    "formats/registry/pull.py: MAX_GIT_BYTES = 64 << 20 # of a file that is not in LFS -> "
-    "MAX_GIT_BYTES = 64 << (21) # of a file that is not in LFS": "files that large are in LFS",
+    "formats/registry/describe.py usage_of: last = date_of(max((each.st_atime for each in stats), default=0.0)) -> "
+    "last = date_of(max((each.st_atime for each in stats), default=(1.0)))": "both seconds are of one day",
     "formats/registry/hub_cache.py cached_models: "
     'commit = read_bounded(file, FormatError, 100).decode(errors="replace").strip() -> '
     'commit = read_bounded(file, FormatError, (101)).decode(errors="replace").strip()': (

@@ -29,8 +29,9 @@ def check(engine):
     pool = engine._worker.pool
     check_pool(pool, [])
     assert pool.in_use == 0
-    scheduler = engine._worker._scheduler
-    assert (scheduler.running, scheduler.waiting, scheduler.parked, engine._worker._alive) == ([], [], {}, {})
+    worker, scheduler = engine._worker, engine._worker._scheduler
+    assert (scheduler.running, scheduler.waiting, scheduler.held, scheduler.parked) == ([], [], {}, {})
+    assert (worker._alive, worker._in_queue, worker._rows_in_queue) == ({}, 0, 0)
     now = engine.metrics.snapshot()
     assert (now["num_requests_running"], now["num_requests_waiting"]) == (0, 0)
 

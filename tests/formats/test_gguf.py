@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError
-from bitnet_ref.formats.gguf.blocks import GROUP_TYPES, TERNARY_ROWS, TYPES
+from bitnet_ref.formats.gguf.blocks import MXFP4, SMALL_Q1_0, TYPES, WIDE_Q2_0, GgmlType
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 
-NO_TYPE_OF_ITS_OWN = {36, 37, 38, 39}  # the ids that the dialects use differently
+OF_OTHERS = (  # types of bitnet.cpp, ik_llama.cpp, Prism's and Tencent's llama.cpp, which the package may not know
+    *((36, "I2_S", 4, 1, 32), (37, "I8_S", 1, 0), (38, "TL1", 1, 0), (39, "TL2/MXFP4", 1, 0)),
+    *((134, "IQ1_BN", 64, 13, 0, 2), (135, "IQ2_BN", 64, 16, 0, 4), (335, "IQ2_BN_R4", 64, 16, 0, 4)),
+    *((42, "Q2_0", 64, 18), (43, "STQ1_0", 256, 42), (142, "PQ2_0", 128, 34), (143, "PTQ1_0", 128, 28)),
+)
 
 
 def text(value):
@@ -87,16 +91,41 @@ def test_what_a_file_says(tmp_path):
             file.read("q")
 
 
-def test_the_types_are_the_packages():
+def test_one_byte_at_the_smallest_alignment(tmp_path):
+    values = [("general.alignment", u32(4) + u32(1))]
+    content = raw_gguf(values, [info("a", (1,), 24), info("b", (1,), 24, 1)], b"\7\x08", alignment=1)
+    with GgufFile(write(tmp_path / "x.gguf", content)) as file:
+        assert [file.read_raw(name).tolist() for name in file.tensors] == [[7], [8]]
+
+
+def test_the_bytes_of_a_part_of_a_tensor(tmp_path):
+    with GgufFile(write(tmp_path / "x.gguf", small_file())) as file:
+        for start, count in ((0, 0), (0, 68), (67, 1), (68, 0)):
+            assert file.read_raw("q", start, count).tolist() == list(range(start, start + count))
+        for start, count in ((-1, 1), (0, 69), (69, 0), (68, 1), (2, -1)):
+            with pytest.raises(ValueError, match=f"^q: bytes {start} to {start + count} of 68$"):
+                file.read_raw("q", start, count)
+
+
+@pytest.mark.parametrize("kind", [37, 38], ids=["I8_S", "TL1"])
+def test_a_type_of_unknown_size_takes_what_is_there(kind, tmp_path):
+    """Up to the next tensor, or to the end, whatever its shape."""
+    content = raw_gguf(infos=[info("a", (7,), kind), info("b", (3, 5), kind, 32)], data=F8 * 2 + b"x")
+    with GgufFile(write(tmp_path / "x.gguf", content)) as file:
+        assert [(each.shape, each.nbytes) for each in file.tensors.values()] == [((7,), 32), ((5, 3), 33)]
+
+
+def test_the_types_are_those_of_other_programs():
+    others = {row[0]: GgmlType(*row) for row in OF_OTHERS}
     for kind, (values, size) in gguf.GGML_QUANT_SIZES.items():
-        if kind.value == 15 or kind.value in NO_TYPE_OF_ITS_OWN:  # Q8_K: the package counts its 32 sums a byte short
+        if kind.value == 15 or kind.value in others:  # Q8_K: the package counts its 32 sums a byte short
             continue
-        mine = TYPES[kind.value]
-        assert (mine.name, mine.block_values, mine.block_bytes) == (kind.name, values, size)
-    ours = {
-        kind.id for kind in TYPES.values() if kind.name in (*GROUP_TYPES, *TERNARY_ROWS)
-    }  # which the package may not know yet
-    assert set(TYPES) == {kind.value for kind in gguf.GGML_QUANT_SIZES} | NO_TYPE_OF_ITS_OWN | ours
+        assert TYPES[kind.value] == GgmlType(kind.value, kind.name, values, size)
+    assert {number: TYPES[number] for number in others} == others
+    assert set(TYPES) == {kind.value for kind in gguf.GGML_QUANT_SIZES} | set(others)
+    assert [(each.id, each.block_values, each.block_bytes) for each in (WIDE_Q2_0, SMALL_Q1_0, MXFP4)] == [
+        *((42, 128, 34), (40, 32, 6), (39, 32, 17))
+    ]
 
 
 def test_a_file_of_the_package(tmp_path):
@@ -294,6 +323,7 @@ BAD = {
     "rank 5": (raw_gguf(infos=[info(dims=(1,) * 5)], data=F8), "at most 4", "x"),
     "rank 2^32 - 1": (raw_gguf(infos=[text("x") + u32(2**32 - 1) + bytes(64)]), "4294967295", "x"),
     "a product that wraps to 0": (raw_gguf(infos=[info(dims=(2**32, 2**32))], data=F8), "4294967296", "x"),
+    "a product of 2^62": (raw_gguf(infos=[info(dims=(2**31, 2**31))], data=F8), "an array can have", "x"),
     "a product that wraps to 8": (raw_gguf(infos=[info(dims=(8, 2**61 + 1))], data=F8), "an array can have", "x"),
     "dimension 0": (raw_gguf(infos=[info(dims=(8, 0))], data=F8), "[0, 8]", "x"),
     "dimension 2^63": (raw_gguf(infos=[info(dims=(2**63,))], data=F8), "9223372036854775808", "x"),

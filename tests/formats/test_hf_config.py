@@ -8,7 +8,7 @@ import pytest
 from helpers import BITNET, TINY
 
 import bitnet_ref
-from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
+from bitnet_ref.errors import LARGEST_INT, ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, Keys, parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.wrappers import hf_form
@@ -209,6 +209,20 @@ def test_dynamic_rope_is_based_on_the_whole_context():
 def test_what_yarn_scales_by(params, factor):
     rope = parse(TINY, rope_parameters={"rope_type": "yarn", "factor": 4.0, **params}).rope
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+def test_the_largest_context_that_yarn_divides():
+    raw = {**TINY, "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 2**20}}
+    assert parse(raw, max_position_embeddings=LARGEST_INT).rope.factor == LARGEST_INT / 2**20
+    check_error({**raw, "max_position_embeddings": LARGEST_INT + 1}, "rope_parameters.factor")
+
+
+def test_the_width_of_a_head():
+    for heads in (1, 2, 4):
+        raw = {**without(TINY, "head_dim"), "num_attention_heads": heads, "num_key_value_heads": 1}
+        assert parse(raw).head_dim == TINY["hidden_size"] // heads
+    for heads in (0, -1, 3, 2.0):
+        check_error({**raw, "num_attention_heads": heads}, "head_dim")
 
 
 def test_all_that_yarn_may_say():

@@ -89,6 +89,7 @@ def test_whole_snapshots(cache):
     (refs / "long").write_text("x" * 101)
     (refs / "linked").symlink_to(refs / "main")
     (refs / "newline").write_text(OTHER + "\n")
+    (refs / "latin").write_bytes(b"\xe9" * 40)
     assert list(cached_models()) == [
         CachedModel(name, commit, revisions, cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit)
         for name, commit, revisions in (
@@ -177,6 +178,11 @@ def test_list(cache):
 def test_licences(tmp_path, card, licence):
     (tmp_path / "README.md").write_text(card, newline="")
     assert licence_of(tmp_path) == licence
+
+
+def test_a_card_that_is_not_utf_8(tmp_path):
+    (tmp_path / "README.md").write_bytes(b"---\nauthor: Andr\xe9\nlicense: mit\n---\n")
+    assert licence_of(tmp_path) == "mit"
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):

@@ -14,9 +14,10 @@ import bitnet_ref
 from bitnet_ref.errors import FormatError, StorageError
 from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import find_model, open_checkpoint
+from bitnet_ref.formats.registry import old_store
 from bitnet_ref.formats.registry.hub_cache import hub_cache, repository_folder
 from bitnet_ref.formats.registry.links import home, links
-from bitnet_ref.formats.registry.old_store import move_old_store, old_entries
+from bitnet_ref.formats.registry.old_store import MAX_INDEX_BYTES, move_old_store, old_entries
 from bitnet_ref.formats.registry.pull import link_model
 
 OLD, NEW, OTHER = "a" * 40, "b" * 40, "c" * 40
@@ -158,6 +159,18 @@ def test_weights_move_last(store, contents, monkeypatch):
     assert linked[-1] == "model.safetensors"
 
 
+def test_what_moved_is_on_the_disk_before_anything_is_removed(store, monkeypatch):
+    written = []
+
+    def recording(folder):
+        assert (home() / "index.json").exists()
+        written.append(folder.name)
+
+    monkeypatch.setattr(old_store, "sync", recording)
+    move_old_store()
+    assert {*written} == {OLD, NEW, OTHER}
+
+
 def test_names_and_versions_that_are_newer_stay(store, tmp_path):
     newest = repository_folder("org/tiny") / "refs" / "main"
     newest.parent.mkdir(parents=True)
@@ -229,3 +242,13 @@ def test_a_damaged_index_is_an_error_that_names_it(store):
                 action()
             assert caught.value.path == str(index), text
     assert not hub_cache().exists()
+
+
+def test_the_largest_index(store):
+    assert MAX_INDEX_BYTES == 16 << 20
+    index = home() / "index.json"
+    index.write_bytes(index.read_bytes().ljust(16 << 20))
+    assert old_entries() == store
+    index.write_bytes(index.read_bytes() + b" ")
+    with pytest.raises(FormatError, match="more than 16777216 bytes"):
+        old_entries()

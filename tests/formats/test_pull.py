@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cli_runs import invoke, invoke_json
 from helpers import BITNET, DATA, TINY, write_checkpoint
-from hub_server import Hub, serving
+from hub_server import Hub, git_blob_id, serving
 
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, FormatError, HubError, RegistryError, StorageError
@@ -26,7 +26,7 @@ from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.open import find_model, open_checkpoint
 from bitnet_ref.formats.registry.hub_cache import cached_models, find_cached, hub_cache, repository_folder
 from bitnet_ref.formats.registry.links import links
-from bitnet_ref.formats.registry.pull import delete_models, link_model, plan_deletion, pull
+from bitnet_ref.formats.registry.pull import Listed, _compare, delete_models, link_model, plan_deletion, pull
 from bitnet_ref.generation.embed import default_prompt
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -389,6 +389,16 @@ def test_weights_that_are_not_in_lfs(hub, model_files):
         pull("org/tiny")
     hub.corrupt.clear()
     assert (pull("org/tiny")[1] / "README.md").read_bytes() == b""
+
+
+def test_the_largest_file_outside_of_lfs(tmp_path):
+    file, listed = tmp_path / "tokenizer.json", Listed(64 << 20, None, git_blob_id(bytes(64 << 20)))
+    file.touch()
+    os.truncate(file, 64 << 20)
+    _compare(file, listed, "org/tiny")
+    os.truncate(file, (64 << 20) + 1)
+    with pytest.raises(FormatError, match="more than 67108864 bytes"):
+        _compare(file, listed, "org/tiny")
 
 
 @pytest.mark.parametrize("key", ["rfilename", "size", "blobId", "lfs"])

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 from cli_runs import BACKEND
+from engine_checks import check
 from helpers import model
 
 from bitnet_ref.errors import EngineClosed, QueueFull, RequestCancelled, RequestTimeout
 from bitnet_ref.serving import step, tickets, worker
 from bitnet_ref.serving.metrics import COUNTERS, HISTOGRAMS
 from bitnet_ref.serving.records import RequestProgress, StepPart, StepRecord
+from bitnet_ref.serving.scheduler import PagedPlan
 from bitnet_ref.serving.tickets import RequestStory
 
 PASS_S = 0.5
@@ -65,6 +67,7 @@ def drive(monkeypatch):
     yield make
     for each in driven:
         each.worker._end_all()
+        check(each.engine)
 
 
 def lengths(engine, *texts):
@@ -268,6 +271,16 @@ def test_a_closed_engine_says_so(drive):
     assert driven.engine.metrics.finished["abort"] == 1
 
 
+def test_a_plan_without_any_of_its_sequences_is_a_fault(drive, monkeypatch):
+    driven = drive(max_batch=1)
+    handles = [driven.engine.submit("Alice") for _ in range(3)]
+    driven.step()
+    monkeypatch.setattr(driven.worker._scheduler, "plan", PagedPlan)
+    with pytest.raises(RuntimeError, match=r"^none of 3 sequences can run$"):
+        driven.step()
+    assert not any(handle.done for handle in handles)
+
+
 def test_a_draining_engine_ends_what_it_has(drive):
     driven = drive(max_unread=1)
     stream = driven.engine.stream("Alice", max_tokens=3, ignore_eos=True)
@@ -289,14 +302,14 @@ def test_company_is_waited_for_to_the_moment(drive, monkeypatch):
 
     def wait(timeout_s):
         waits.append(timeout_s)
-        driven.now_s += 0.75
+        driven.now_s += 1.0
         if len(waits) == 2:
             submit()
 
     monkeypatch.setattr(driven.worker, "_wait", wait)
     submit()
     driven.step()
-    assert waits == [2.0, 1.25, 0.5]
+    assert waits == [2.0, 1.0]
     assert [len(record.parts) for record in driven.engine.timeline] == [2]
     waits.clear()
     for _ in range(3):

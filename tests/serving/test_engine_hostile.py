@@ -14,7 +14,15 @@ from engine_checks import PROMPTS, check, check_fault, gist, until
 from helpers import GOLDEN, model
 
 import bitnet_ref
-from bitnet_ref.errors import BackendUnavailable, DeviceError, GenerationError, NumericsError, OutOfMemory, QueueFull
+from bitnet_ref.errors import (
+    BackendUnavailable,
+    DeviceError,
+    FormatError,
+    GenerationError,
+    NumericsError,
+    OutOfMemory,
+    QueueFull,
+)
 from bitnet_ref.serving import EngineConfig
 from bitnet_ref.system.memory import memory_bytes
 from bitnet_ref.system.options import Number
@@ -201,11 +209,12 @@ def test_memory_follows_the_cache_not_the_context(story, settings):
 
 
 @pytest.mark.thorough
-def test_a_lack_of_memory_at_any_line_ends_no_engine():
+def test_a_lack_of_memory_at_any_line_ends_no_engine(caplog):
     tiny = model(GOLDEN / "bitnet-packed-offline", threads=1)
     lines, _ = check_fault(tiny, 10**9)
     failed = sum(check_fault(tiny, number)[1] for number in range(1, lines, lines // 20))
     assert failed > 5
+    assert "the engine ran out of memory and starts over: MemoryError: line" in caplog.text
 
 
 # -- slow readers ------------------------------------------------------------------------------------------------------
@@ -334,8 +343,22 @@ def test_the_next_backend_takes_over_and_requests_with_tokens_fail(monkeypatch, 
             list(running)
         assert [gist(handle.result()) for handle in waiting] == expected
         assert (engine.model.backend.name, waiting[0].stats.backend) == ("numpy", "numpy")
-    assert "backend cupy cannot be opened" in caplog.text
+    assert "backend cupy cannot be opened: " in caplog.text
+    assert "the device failed (the device fell off the bus): backend numpy goes on" in caplog.text
     check(engine)
+
+
+def test_a_device_whose_model_cannot_be_opened_again_fails_its_requests(story, monkeypatch, caplog):
+    def renew(self, kind):
+        raise FormatError("the files are gone")
+
+    monkeypatch.setattr(type(story), "renew", renew)
+    with story.engine() as engine:
+        failing(monkeypatch, story.backend).set()
+        with pytest.raises(GenerationError, match="the device fell off the bus"):
+            engine.generate("Alice", max_tokens=5)
+        assert engine.generate("Alice", max_tokens=5).text == story.generate("Alice", max_tokens=5).text
+    assert f"backend {story.backend.name} cannot be opened: the files are gone" in caplog.text
 
 
 def test_a_device_that_stays_away_fails_the_requests_of_each_step(story, monkeypatch):

@@ -100,6 +100,10 @@ def test_quantiles_lie_in_their_bucket():
     assert histogram.cumulative() == [("1.0", 2), ("2.0", 3), ("4.0", 4), ("+Inf", 5)]
     assert [histogram.quantile(q) for q in (0.2, 0.4, 0.6, 0.7, 1.0)] == [0.5, 1.0, 2.0, 3.0, 4.0]
     assert (histogram.count, histogram.sum) == (5, 106.0)
+    histogram = Histogram((1.0, 2.0, 4.0))
+    for value in (1.0, 3.0):
+        histogram.observe(value)
+    assert [histogram.quantile(q) for q in (0.25, 0.5, 0.75)] == [0.5, 1.0, 3.0]  # none is between 1 and 2
 
 
 def test_a_snapshot_has_everything():

@@ -125,6 +125,16 @@ def test_too_few_pages_change_nothing():
     check_pool(pool, [one, two])
 
 
+def test_pages_of_an_adapter_are_for_its_own_sequences():
+    pool, tokens = PagePool(8, SIZE), ids(*range(9))
+    leases = {name: pool.open(ids(1), adapter=name) for name in ("a", "")}
+    leases["b"] = pool.open(ids(1), adapter="b").fork()
+    for lease in leases.values():
+        fill(lease, tokens[:5])
+    for name, lease in leases.items():
+        assert pool.open(tokens, adapter=name).pages == lease.pages[:1]
+
+
 def test_without_sharing_nothing_is_found():
     pool = PagePool(8, SIZE, share=False)
     tokens = ids(*range(9))

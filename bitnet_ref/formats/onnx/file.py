@@ -139,7 +139,7 @@ class OnnxFile:
         narrow = wide.astype(stored)
         if wide.dtype.kind in "iu" and not np.array_equal(narrow.astype(wide.dtype), wide):
             raise self.fail(name, f"holds numbers beyond {dtype.name} in {field}")
-        return narrow.view(dtype) if stored.itemsize == dtype.itemsize and stored != dtype else narrow
+        return narrow.view(dtype)
 
     def _external(self, name: str, nbytes: int) -> NDArray[np.uint8]:
         """The tensor's bytes in a file beside. Nothing is allocated before that file is known to have them."""
