@@ -257,8 +257,9 @@ class HfCheckpoint(Checkpoint):
                 self.config = replace(self.config, quantization=online)
             self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
             self.evidence: list[str] = self._describe_left_out()
-            if not (self.config.tie_word_embeddings or self.tensors.prefix or "lm_head.weight" in self.tensors):
-                # Saved without its head: e5-mistral-7b-instruct, Qwen3-Embedding-8B
+            has_head = self.tensors.prefix.startswith("model.") or f"{self._module('lm_head')}.weight" in self.tensors
+            if not (self.config.tie_word_embeddings or has_head):
+                # Saved by a class without a head: e5-mistral-7b-instruct, Qwen3-Embedding-8B
                 self.evidence.append(
                     "there is no lm_head.weight: embed needs none; logits are guessed by the embedding matrix"
                 )
