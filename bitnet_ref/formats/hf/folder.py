@@ -196,7 +196,9 @@ def read_folder_config(path: Path, allow_unquantized: bool = False) -> ModelConf
 
 def _embedding_fields(folder: Path) -> dict[str, Any]:
     """The fields of the config that the files of sentence-transformers say, if there are any. Raises ConfigError."""
-    (modules, path, _), out = (folder / name for name in EMBEDDING_FILES), dict[str, Any]()
+    (modules, path, _, texts), out = (folder / name for name in EMBEDDING_FILES), dict[str, Any]()
+    if is_present(texts) and read_json_object(texts, ConfigError, MAX_INDEX_BYTES, folder).get("do_lower_case"):
+        raise ConfigError("true, which makes all letters small, is not done", path=texts, field="do_lower_case")
     if is_present(modules):
         try:
             kinds = [
