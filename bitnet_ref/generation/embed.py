@@ -73,9 +73,7 @@ def token_rows(
     rows = [model.check_tokens(ids_of(part), any_length=any_length) for part in parts]
     longest = max(map(len, rows), default=0)
     if not any_length and longest > (limit := longest_text(model)):
-        message = (
-            f"{longest} tokens are more than {limit}, the max_seq_length of its {LENGTH_FILE}; shorten them"
-        )
+        message = f"{longest} tokens are more than {limit}, the max_seq_length of its {LENGTH_FILE}; shorten them"
         raise ContextOverflow(message)
     return rows
 
