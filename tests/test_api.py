@@ -364,9 +364,7 @@ def test_a_names_filter_that_matches_nothing_says_what_names_are_like(names_filt
 
 @pytest.mark.parametrize("names_filter", [5, True, b"*", ["*", 5], {1: 2}])
 def test_a_names_filter_of_a_wrong_type(names_filter):
-    with pytest.raises(
-        GenerationError, match="names_filter: expected a glob, a list of globs, or a function"
-    ):
+    with pytest.raises(GenerationError, match="names_filter: expected a glob, a list of globs, or a function"):
         model(GOLDEN / "llama-dense").run_with_cache([1, 2], names_filter=names_filter)
 
 
