@@ -310,6 +310,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these mistakes")
     parser.add_argument("--shown", choices=list(SHOWN), default="full", help="what the engine's trace has")
     args = parser.parse_args()
+    known = [m.name for m in MISTAKES]
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"no such mistake: {', '.join(unknown)}; there are: {', '.join(known)}")
     chosen = [m for m in MISTAKES if not args.names or m.name in args.names]
     outcomes = []
     for mistake in chosen:

@@ -324,9 +324,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=200, help="correct runs")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
+    known = dict.fromkeys(each.name for each in PLANTED)
+    if unknown := [label for label in options.labels if label not in known]:
+        parser.error(f"no such cause: {', '.join(unknown)}; there are: {', '.join(known)}")
     chosen = [each for each in PLANTED if not options.labels or each.name in options.labels]
-    if not chosen:
-        parser.error(f"no such cause; there are: {', '.join(dict.fromkeys(each.name for each in PLANTED))}")
     outcomes = [find(name, planted) for name in ("storyteller", str(OTHER_MODEL)) for planted in chosen]
     accused = [each for each in correct_runs(options.runs) if each[2] is not None]
     counts = {

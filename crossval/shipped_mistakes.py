@@ -223,6 +223,8 @@ def campaign(mistakes: dict[str, tuple[str, Callable[[bool], Judgement]]], argum
     parser.add_argument("names", nargs="*", help="of the list; all if none is given")
     parser.add_argument("--thin", action="store_true", help="show hook_resid_post and the logits alone")
     options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in mistakes]:
+        parser.error(f"no such mistake: {', '.join(unknown)}; there are: {', '.join(mistakes)}")
     firsts, named, wrong, seen = 0, 0, 0, 0
     chosen = {name: each for name, each in mistakes.items() if not options.names or name in options.names}
     for name, (end, judge_it) in chosen.items():

@@ -23,6 +23,7 @@ from bitnet_ref.errors import (
     ConfigError,
     FormatError,
     GenerationError,
+    ShapeError,
     TokenizerError,
 )
 from bitnet_ref.formats.open import describe_ignored, shipped_models
@@ -359,6 +360,18 @@ def test_a_names_filter_that_matches_nothing_says_what_names_are_like(names_filt
     m = model(GOLDEN / "llama-dense")
     with pytest.raises(GenerationError, match=r"matches none of .*blocks\.0\.attn\.hook_pattern"):
         m.run_with_cache([1, 2], names_filter=names_filter)
+
+
+@pytest.mark.parametrize("names_filter", [5, True, b"*", ["*", 5], {1: 2}])
+def test_a_names_filter_of_a_wrong_type(names_filter):
+    with pytest.raises(GenerationError, match="names_filter: expected a glob, a list of globs, or a function"):
+        model(GOLDEN / "llama-dense").run_with_cache([1, 2], names_filter=names_filter)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 5), (1, -3)])
+def test_a_cache_of_less_than_nothing(sizes):
+    with pytest.raises(ShapeError, match="expected sizes of at least 0, got"):
+        model(GOLDEN / "llama-dense").new_cache(*sizes)
 
 
 def test_filters_of_every_kind():

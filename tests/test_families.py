@@ -338,7 +338,7 @@ def test_what_ends_an_embedded_text():
     for pooling, expected in (("last", [5, 6, 3]), ("mean", [5, 6])):
         config = families.FAMILIES["qwen3"].example(pooling=pooling)
         m = SimpleNamespace(path=None, config=config, tokenizer=words, check_tokens=lambda ids, any_length: ids)
-        assert token_rows(m, ["a cat"]) == [expected]
+        assert token_rows(m, ["a cat"], any_length=True) == [expected]
 
 
 def test_embedding_a_text(monkeypatch):
@@ -470,6 +470,9 @@ def test_layers_of_qwen():
     assert (config.window_of(0), config.window_of(1), widest_window(config)) == (None, 4, None)
     everywhere = parse(model_type="qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=0)
     assert (everywhere.layer_types, widest_window(everywhere)) == ((), 4)
+    for types in (["sliding_attention"] * 2, ["sliding_attention", "full_attention"]):  # transformers refuses them, too
+        with pytest.raises(ConfigError, match="sliding_window: is absent or not in use, and layer_types has sliding"):
+            parse(model_type="qwen3", layer_types=types, sliding_window=4)
     with pytest.raises(ConfigError, match="layer_types"):
         parse(model_type="qwen3", layer_types=["sliding_attention", "full_attention"])
     with pytest.raises(ConfigError, match="layer_types"):

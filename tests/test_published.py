@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
 from bitnet_ref.crossval.exercises.lessons.analysis import published_dialect
-from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.inspection import inspect_model
 
@@ -147,3 +147,24 @@ def test_an_untied_head_in_a_vision_model(unpacked, tmp_path):
     (folder / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}))
     logits = bitnet_ref.load(folder, backend="numpy").logits(golden["tokens"])
     np.testing.assert_allclose(logits, -golden["logits"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("case", "whole", "bare"),
+    [
+        ("vlm-qwen3-5", "model.language_model.", "language_model."),  # Qwen3_5Model
+        ("vlm-gemma3", "language_model.model.", "language_model.model."),  # Gemma3Model
+        ("vlm-gemma3", "language_model.model.", ""),  # Gemma3TextModel
+    ],
+)
+def test_a_vision_model_saved_without_its_head(case, whole, bare, unpacked, tmp_path):
+    """By a base class, whose names have no "model." of the class with the head. Vectors need no head."""
+    folder = shutil.copytree(unpacked / case, tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {bare + name.removeprefix(whole): tensors[name] for name in tensors if name.startswith(whole)}
+    save_file(kept, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}))
+    with pytest.warns(ConfigWarning, match="there is no lm_head.weight"):
+        vector = bitnet_ref.load(folder, backend="numpy").embed([1, 2, 3])
+    np.testing.assert_array_equal(vector, model(unpacked / case).embed([1, 2, 3]))

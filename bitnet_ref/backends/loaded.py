@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendError, ConfigError, ContextOverflow, GenerationError, TokenizerError, describe
+from ..errors import BackendError, ConfigError, ContextOverflow, GenerationError, ShapeError, TokenizerError, describe
 from ..families.lora import AdaptedLinear, Adapter, select_adapters
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
@@ -257,6 +257,8 @@ class LoadedModel:
         """An empty KV cache, in `cache_dtype` unless another dtype is given. See `CacheSpec`."""
         if self.is_closed:
             raise BackendError(_CLOSED)
+        if min(slots, capacity) < 0:
+            raise ShapeError("KVCache", expected="sizes of at least 0", got=f"{slots} sequences of {capacity} tokens")
         spec = CacheSpec(slots, capacity, dtype or self.cache_dtype, page_size, pages)
         return self.backend.new_cache(self.config, spec)
 

@@ -57,12 +57,19 @@ SHOWN_ROWS = 24  # of a recorded run in a notebook's cell
 
 
 def match_names(names_filter: NamesFilter) -> Callable[[str], bool]:
-    """A predicate from a callable, a glob ("blocks.*.hook_pattern"), several globs, or None (every name)."""
+    """A predicate from a callable, a glob ("blocks.*.hook_pattern"), several globs, or None (every name).
+
+    Raises GenerationError for anything else.
+    """
     if names_filter is None:
         return lambda name: True
     if callable(names_filter):
         return names_filter
-    globs = (names_filter,) if isinstance(names_filter, str) else tuple(names_filter)
+    is_one = isinstance(names_filter, str) or not isinstance(names_filter, Iterable)
+    globs: tuple[Any, ...] = (names_filter,) if is_one else tuple(names_filter)
+    if not all(isinstance(glob, str) for glob in globs):
+        message = f"expected a glob, a list of globs, or a function of a name, got {describe(names_filter)}"
+        raise GenerationError(message, field="names_filter")
     return lambda name: any(fnmatchcase(name, glob) for glob in globs)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends.options import ComputeOptions, DeviceOptions
-from ..errors import FormatError, GenerationError
+from ..errors import ConfigError, FormatError, GenerationError
 from ..formats.checkpoint import LoadOptions
 from ..generation.params import Biases, SamplingParams
 from ..system.json_file import decode_text, read_bounded
@@ -176,6 +176,9 @@ def server_config(path: Path | None, **chosen: Any) -> EngineConfig:
     from ..serving.engine_config import EngineConfig
 
     config = EngineConfig.load(path, **{name: value for name, value in chosen.items() if value is not None})
+    if config.sampling.get("num_beams", 1) > 1:
+        message = "is a request's own: leave it out, and send use_beam_search and n"
+        raise ConfigError(message, field="sampling.num_beams")
     return replace(config, generation_defaults=config.generation_defaults or "model")
 
 

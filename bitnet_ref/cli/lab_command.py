@@ -14,7 +14,7 @@ import click
 from ..errors import BackendUnavailable, FormatError, count_of
 from ..system.atomic import explain_os_errors, write_file
 from ..system.json_file import open_regular
-from .shell import common_options, paint, print_json, wants_json
+from .shell import OutputFolder, common_options, paint, print_json, wants_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER, TEACHER_FOLDER, NBGRADER_FOLDER = "bitnet_ref_notebooks", "bitnet_ref_teacher", "bitnet_ref_nbgrader"
@@ -32,9 +32,7 @@ class Copied(NamedTuple):
 
 
 @click.command(short_help="Copy the notebooks and open them in JupyterLab.")
-@click.option(
-    "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_FOLDER, show_default=True
-)
+@click.option("--dir", "folder", type=OutputFolder(), default=DEFAULT_FOLDER, show_default=True)
 @click.option("--teacher", is_flag=True, help="With solutions, hints, minutes and points; into a folder of its own.")
 @click.option("--nbgrader", is_flag=True, help="As source/NAME/NAME.ipynb of an nbgrader course; not opened.")
 @click.option("--no-launch", is_flag=True, help="Copy only.")

@@ -510,6 +510,20 @@ class OutputFile(OutputPath):
         return path
 
 
+class OutputFolder(click.Path):
+    """A folder to be made, with those around it, or to go on in. That no file is in its way is checked.   -> Path"""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        super().convert(path, param, ctx)
+        if file := next((parent for parent in path.parents if parent.is_file()), None):
+            self.fail(f"Directory '{path}' cannot be made: {file} is a file.", param, ctx)
+        return path
+
+
 def _set_state(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
     state = ctx.ensure_object(State)
     state.command = ctx.command

@@ -13,7 +13,7 @@ import click
 
 from ..backends import NAMES
 from ..errors import BackendUnavailable
-from .shell import LoadingBar, common_options, console, report, say, shell_line, wants_json
+from .shell import LoadingBar, OutputFolder, common_options, console, report, say, shell_line, wants_json
 
 if TYPE_CHECKING:
     from ..training.run import StepMetrics
@@ -23,7 +23,7 @@ STEPS_BETWEEN_LINES = 20  # on a terminal a bar shows every step
 
 @click.command(short_help="Train a model as a TOML file says, with checkpoints.")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The run's folder.")
+@click.option("--out", type=OutputFolder(), required=True, help="The run's folder.")
 @click.option("--resume", is_flag=True, help="Go on from the folder's checkpoint.")
 @click.option("--init", metavar="FOLDER", help="Start from the float masters of this folder.")
 @click.option("--ternary", is_flag=True, help="Make a ternary model of the one that --init names, whatever its form.")
@@ -119,7 +119,7 @@ def open_writer(folder: Path) -> Any:
 
 @click.command("train-tokenizer", short_help="Train a SentencePiece tokenizer on texts.")
 @click.argument("texts", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
+@click.option("--out", type=OutputFolder(), required=True, help="The folder to write.")
 @click.option("--vocab", type=click.IntRange(min=300, max=1 << 18), default=4096, show_default=True, help="Tokens.")
 @common_options
 def train_tokenizer(texts: tuple[Path, ...], out: Path, vocab: int) -> None:

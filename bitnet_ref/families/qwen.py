@@ -180,9 +180,8 @@ def read_partial_rope(keys: HfKeys) -> dict[str, Any]:
 def _window(keys: HfKeys) -> dict[str, Any]:
     """From layer max_window_layers on a window, where use_sliding_window says so."""
     window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
-    if window is None:
-        return {}
-    first, layers = keys.get("max_window_layers"), keys.count("num_hidden_layers")
+    layers = keys.count("num_hidden_layers")
+    first = layers if window is None else keys.get("max_window_layers")
     if not isinstance(first, int) or isinstance(first, bool):
         raise ConfigError(f"expected a number of layers, got {first!r}"[:200], field="max_window_layers")
     return keys.layer_types(window, ["sliding_attention" if i >= first else "full_attention" for i in range(layers)])

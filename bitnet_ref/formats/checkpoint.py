@@ -50,7 +50,8 @@ TOKENIZER_FILES = (
     *("generation_config.json", "chat_template.jinja", TOOL_TEMPLATE),
 )
 PROMPTS_FILE = "config_sentence_transformers.json"
-EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", PROMPTS_FILE)  # of sentence-transformers
+LENGTH_FILE = "sentence_bert_config.json"
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", PROMPTS_FILE, LENGTH_FILE)  # of sentence-transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,18 +246,16 @@ def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
     return {name: read_bounded(folder / name, TokenizerError, MAX_TOKENIZER_BYTES, folder) for name in names}
 
 
-def has_prompts(model: Path) -> bool:
-    """Whether an embedding model, a folder or a file, has the file with its prompts beside it."""
-    return is_present(folder_of(model) / PROMPTS_FILE)
+def files_of_texts(model: Path) -> list[str]:
+    """Those beside a model, a folder or a file, that `embed` reads: the prompts of its texts, and their length."""
+    return [name for name in (PROMPTS_FILE, LENGTH_FILE) if is_present(folder_of(model) / name)]
 
 
 def write_tokenizer_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the tokenizer's files, and the prompts beside the checkpoint, into a folder."""
-    files = checkpoint.tokenizer_files()
-    if has_prompts(checkpoint.path):
-        source = folder_of(checkpoint.path)
-        files = files | {PROMPTS_FILE: read_bounded(source / PROMPTS_FILE, FormatError, MAX_TOKENIZER_BYTES, source)}
-    for name, data in files.items():
+    """Write the tokenizer's files, and the `files_of_texts` of the checkpoint, into a folder."""
+    source, names = folder_of(checkpoint.path), files_of_texts(checkpoint.path)
+    beside = {name: read_bounded(source / name, FormatError, MAX_TOKENIZER_BYTES, source) for name in names}
+    for name, data in (checkpoint.tokenizer_files() | beside).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
 

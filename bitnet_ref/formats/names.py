@@ -19,8 +19,9 @@ OUTSIDE_BLOCKS = {
     "final_norm": PartNames(("model.norm",), "output_norm"),
     "lm_head": PartNames(("lm_head",), "output"),
 }
-# What the names of all parts but the head begin with: as transformers saves them, without the head, in a vision model
-HF_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+# What the names of all parts but the head begin with: as transformers saves them, without the head, in a vision model,
+# in one without the head, in one of older versions
+HF_PREFIXES = ("model.", "", "model.language_model.", "language_model.", "language_model.model.")
 
 
 @family_table

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..errors import ConfigError, GenerationError, describe
+from ..errors import ConfigError, ContextOverflow, GenerationError, describe, errors_at, require_int
 from ..families import family_of
-from ..formats.checkpoint import PROMPTS_FILE
+from ..formats.checkpoint import LENGTH_FILE, PROMPTS_FILE
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
 from ..system.json_file import is_present, read_json_object
@@ -33,13 +34,14 @@ def embed(
         ids are taken as they are; a text gets the tokenizer's special tokens, and for a Qwen model that pools the last
         token the end of text.
     dimensions: the first so many numbers, scaled like whole vectors: for models trained so that these say the most
-        (Matryoshka), like Qwen3's. None: all.
+        (Matryoshka), like Qwen3's. None: the model's `default_dimensions`.
     Raises TokenizerError, GenerationError, and what `run` raises.
     """
     size = model.config.hidden_size
     if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= size):
         message = f"expected 1 to {size}, which this model's vectors have, got {describe(dimensions)}"
         raise GenerationError(message, field="dimensions")
+    dimensions = default_dimensions(model.path) if dimensions is None else dimensions
     parts, single = split_prompts(texts)
     rows = token_rows(model, parts, prompt)
     pooled = np.empty((len(rows), size), dtype=np.float64)
@@ -56,7 +58,7 @@ def token_rows(
     model: LoadedModel, parts: Sequence[Prompt], prompt: str | None = None, any_length: bool = False
 ) -> list[NDArray[np.int64]]:
     """The ids of each text as an embedding model takes it; ids as they are. prompt: as of `embed`. any_length: more
-    than fit into the context too."""
+    than `longest_text` too."""
     if prompt is None and any(isinstance(part, str) for part in parts):
         prompt = default_prompt(model.path)  # one look at its file, however many texts
 
@@ -68,7 +70,12 @@ def token_rows(
         end = None if last is None else model.tokenizer.token_to_id(last)
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
-    return [model.check_tokens(ids_of(part), any_length=any_length) for part in parts]
+    rows = [model.check_tokens(ids_of(part), any_length=any_length) for part in parts]
+    longest = max(map(len, rows), default=0)
+    if not any_length and longest > (limit := longest_text(model)):
+        message = f"{longest} tokens are more than {limit}, the max_seq_length of its {LENGTH_FILE}; shorten them"
+        raise ContextOverflow(message)
+    return rows
 
 
 def instruction_prompt(task: str) -> str:
@@ -91,17 +98,40 @@ def default_prompt(path: Path | None) -> str:
     return "" if name is None else prompts[name]
 
 
+def default_dimensions(path: Path | None) -> int | None:
+    """The `truncate_dim` of the same file; None without one: all numbers. Raises ConfigError."""
+    return _read_count(path, PROMPTS_FILE, "truncate_dim")
+
+
+def longest_text(model: LoadedModel) -> int:
+    """Tokens of the longest text that `embed` takes: the context, or the model's max_seq_length. Raises ConfigError."""
+    limit = _read_count(model.path, LENGTH_FILE, "max_seq_length")
+    return model.context_length if limit is None else min(limit, model.context_length)
+
+
 def _read_prompts(path: Path | None) -> tuple[dict[str, str], str | None]:
-    folder = None if path is None else folder_of(path)
-    if folder is None or not is_present(file := folder / PROMPTS_FILE):
-        return {}, None
-    raw = read_json_object(file, ConfigError, MAX_PROMPTS_BYTES, folder)
+    file, raw = _read_beside(path, PROMPTS_FILE)
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError("expected an object of strings", path=file, field="prompts")
     if default is not None and not (isinstance(default, str) and default in prompts):
         raise ConfigError(f"is none of the prompts ({', '.join(prompts)})", path=file, field="default_prompt_name")
     return prompts, default
+
+
+def _read_count(path: Path | None, name: str, key: str) -> int | None:
+    file, raw = _read_beside(path, name)
+    if (value := raw.get(key)) is not None:
+        with errors_at(file):
+            require_int(key, value)
+    return value
+
+
+def _read_beside(path: Path | None, name: str) -> tuple[Path, dict[str, Any]]:
+    """The file of that name beside a model, and its object; {} without one."""
+    if path is None or not is_present(file := folder_of(path) / name):
+        return Path(name), {}
+    return file, read_json_object(file, ConfigError, MAX_PROMPTS_BYTES, folder_of(path))
 
 
 def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: Floats | None = None) -> Bytes:

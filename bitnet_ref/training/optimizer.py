@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require_number
 from ..reference.layers import Floats
 from . import ops
 
@@ -29,7 +29,7 @@ class AdamW:
         m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
         w = w (1 - lr decay) - lr / (1 - b1^step) m / (sqrt(v / (1 - b2^step)) + eps)
 
-    Only matrices decay: not norms, not biases. Raises ConfigError for betas that give no running means.
+    Only matrices decay: not norms, not biases. Raises ConfigError for betas that give no running means, and for eps 0.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -41,6 +41,7 @@ class AdamW:
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"expected two numbers from 0 to below 1, got {self.betas}", field="betas")
+        require_number("eps", self.eps)
 
     def update(
         self,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..backends import available_backends, choose_cpu
 from ..backends.backend import blas_threads
 from ..backends.cuda import open_device
-from ..errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
+from ..errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError, require_number
 from ..formats.checkpoint import parts, scale_convention
 from ..formats.hf.config import read_hf_config
 from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint, refuse_adapter
@@ -107,6 +107,8 @@ class Trainer:
         if optimizer not in OPTIMIZERS:
             raise ConfigError(f"expected one of {', '.join(OPTIMIZERS)}, got {optimizer!r}", field="optimizer")
         self.optimizer = OPTIMIZERS[optimizer](betas, eps)
+        if max_norm is not None:
+            require_number("max_norm", max_norm)
         self.max_norm = max_norm
         if distillation is not None:
             distillation.check(config)

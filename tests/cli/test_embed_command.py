@@ -11,11 +11,19 @@ from helpers import DATA, model
 
 import bitnet_ref
 from bitnet_ref.cli import cli
-from bitnet_ref.errors import ConfigError, FormatError, GenerationError
+from bitnet_ref.errors import ConfigError, ConfigWarning, ContextOverflow, FormatError, GenerationError
+from bitnet_ref.formats.checkpoint import EMBEDDING_FILES
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.open import ASSETS
-from bitnet_ref.generation.embed import default_prompt, instruction_prompt, published_prompts, quantize_embeddings
+from bitnet_ref.generation.embed import (
+    default_prompt,
+    instruction_prompt,
+    longest_text,
+    published_prompts,
+    quantize_embeddings,
+)
 from bitnet_ref.inspection import inspect_model
+from bitnet_ref.serving.http.shapes import embedding_ids
 
 TEXTS = ["The cat sat on the mat.", "A cat sat there.", "Ships sail."]
 
@@ -77,6 +85,42 @@ def test_prompts(tmp_path):
     (folder / "config_sentence_transformers.json").write_text('{"prompts": ["x"]}')
     with pytest.raises(ConfigError, match="strings"):
         published_prompts(folder)
+
+
+def test_the_length_of_vectors_and_of_texts(tmp_path):
+    """As the files of sentence-transformers say it, unless the call does."""
+    folder = tmp_path / "m"
+    shutil.copytree(ASSETS / "storyteller", folder)
+    (folder / "config_sentence_transformers.json").write_text('{"truncate_dim": 8}')
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 5, "do_lower_case": false}')
+    m, usual = bitnet_ref.load(folder, backend="numpy"), model("storyteller")
+    np.testing.assert_array_equal(m.embed(["Alice", [7, 8]]), usual.embed(["Alice", [7, 8]], dimensions=8))
+    np.testing.assert_array_equal(m.embed([7, 8, 9, 7, 9], dimensions=256), usual.embed([7, 8, 9, 7, 9]))
+    for text in (TEXTS[0], [7, 8, 9, 7, 9, 8]):
+        with pytest.raises(ContextOverflow, match=r"tokens are more than 5, the max_seq_length of its sentence_bert"):
+            m.embed(["Alice", text])
+    ids = m.tokenizer.encode(TEXTS[0])
+    assert embedding_ids(m, {"input": [TEXTS[0]], "truncate_prompt_tokens": -1}) == [ids[-5:]]
+    long = invoke("--model", folder, TEXTS[0])
+    assert (long.exit_code, "shorten them" in long.stderr) == (2, True)
+    with pytest.warns(ConfigWarning, match="copy that file beside it") as seen:
+        convert(folder, tmp_path / "x.gguf", "gguf-bf16")
+    assert [each for name in EMBEDDING_FILES for each in seen if f" {name};" in str(each.message)] == list(seen)
+    convert(folder, tmp_path / "copy", "hf-bf16")
+    assert longest_text(bitnet_ref.load(tmp_path / "copy", backend="numpy")) == 5
+    (folder / "config_sentence_transformers.json").write_text('{"truncate_dim": 1000}')
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 100000}')
+    np.testing.assert_array_equal(m.embed("Alice"), usual.embed("Alice"))
+    with pytest.raises(ContextOverflow, match="model's context of 256"):
+        m.embed([7] * 257)
+    for name, key in (("config_sentence_transformers", "truncate_dim"), ("sentence_bert_config", "max_seq_length")):
+        (folder / f"{name}.json").write_text(json.dumps({key: 0}))
+        with pytest.raises(ConfigError, match=rf"{name}.json, {key}: expected an int from 1"):
+            m.embed("Alice")
+        (folder / f"{name}.json").write_text("{}")
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(ConfigError, match="do_lower_case: true, which makes all letters small, is not done"):
+        bitnet_ref.load(folder, backend="numpy")
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,14 @@ def test_lab_says_where_the_assignments_are(tmp_path):
     assert all(Path(line.removeprefix("copied ")).is_file() for line in copied)
 
 
-def test_lab_into_a_file(tmp_path):
+@pytest.mark.parametrize(
+    "command", [("lab", "--no-launch", "--dir"), ("train", "x.toml", "--out"), ("train-tokenizer", __file__, "--out")]
+)
+def test_a_folder_where_a_file_is(command, tmp_path):
     (tmp_path / "file").write_text("")
-    assert invoke("lab", "--no-launch", "--dir", tmp_path / "file").exit_code == 2
-    assert invoke("lab", "--no-launch", "--dir", tmp_path / "file" / "below").exit_code == 3
+    assert invoke(*command, tmp_path / "file").exit_code == 2
+    result = invoke(*command, tmp_path / "file" / "below" / "it")
+    assert (result.exit_code, f"cannot be made: {tmp_path / 'file'} is a file" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -490,6 +490,14 @@ def test_what_serve_sets_up(set_up, arguments, hosts, warns):
     assert "/v1, with a page at http://" in result.stdout
 
 
+def test_serve_refuses_beams_for_all(set_up, tmp_path):
+    """They would make an error of each request: a stream has none."""
+    (tmp_path / "engine.toml").write_text("[sampling]\nnum_beams = 3\n")
+    result = invoke("serve", "--port", 0, "--config", tmp_path / "engine.toml")
+    assert (result.exit_code, set_up.apps) == (2, [])
+    assert "sampling.num_beams: is a request's own: leave it out, and send use_beam_search and n" in result.stderr
+
+
 def test_serve_reads_weights_as_it_is_told(set_up):
     """By llama.cpp's rule; `serve` and `load` give the same logits, which are not those of the plain rule."""
     path = DATA / "gguf" / "tq2_0.gguf"

@@ -27,6 +27,7 @@ from bitnet_ref.crossval.exercises.declare import Unanswered, Wrong, exercise_te
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.lessons.analysis import DIALECTS
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
+from bitnet_ref.errors import ConfigError
 from bitnet_ref.families import groups
 from bitnet_ref.formats import packing
 from bitnet_ref.generation.overflow import keep_after_overflow
@@ -2900,6 +2901,8 @@ def test_use_gives_ours_until_the_answer_is_right(capsys):
     assert np.allclose(ours(np.zeros((1, 2))), 0.5)
     assert "goes on with ours" in capsys.readouterr().out
     assert check.use("3a.4", ours) is ours
+    with pytest.raises(ConfigError, match=r"3a.44: there is no such exercise; .*3a\.4"):
+        check.use("3a.44", ours)
 
 
 def test_a_row_that_differs_by_rounding_has_not_changed(notebook):

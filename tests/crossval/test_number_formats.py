@@ -25,7 +25,9 @@ from bitnet_ref.crossval.explain.variants import Setting
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
 
+import call_mistakes
 import delta_mistakes
+import generation_causes
 import shipped_mistakes
 
 RULES = dict(MATRICES)
@@ -100,6 +102,16 @@ def test_it_is_named_from_a_thin_trace(mistake: shipped_mistakes.Shipped) -> Non
     judgement = shipped_mistakes.judge(mistake, is_thin=True)
     assert judgement.named, judgement
     assert judgement.unseen, judgement
+
+
+@pytest.mark.parametrize("script", [shipped_mistakes, delta_mistakes, call_mistakes, generation_causes])
+def test_a_name_that_is_on_no_list(script, monkeypatch, capsys):
+    """The scripts judged nothing, and ended with 0."""
+    monkeypatch.setattr(sys, "argv", ["script", "of none"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    assert ": of none; there are: " in capsys.readouterr().err
 
 
 DELTA_SAMPLE = (

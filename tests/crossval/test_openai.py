@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import shutil
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -197,6 +199,23 @@ def test_embeddings(engine, vectors, cause):
         result = cross_vectors(engine, Client(url))
     assert not result.agrees
     assert cause in confirmed(result), result.causes
+
+
+def test_embeddings_that_the_model_shortens(engine, tmp_path):
+    """By `truncate_dim`, of a server that reads it and of one that does not."""
+    folder = shutil.copytree(ASSETS / "storyteller", tmp_path / "m")
+    (folder / "config_sentence_transformers.json").write_text('{"truncate_dim": 8}')
+    m = model(folder)
+    for vectors, causes in ((embed, []), (partial(embed, dimensions=256), []), (ended, ["end_added"])):
+        with Planted(engine, vectors=lambda _, texts, vectors=vectors: vectors(m, texts)).running() as url:
+            result = cross_vectors(m, Client(url))
+        assert (result.agrees, confirmed(result)) == (not causes, causes), result.verdict
+
+
+def ended(m, texts):
+    """The first eight numbers of each vector, with an end token after each text."""
+    vectors = np.stack([states(m, [*row, 2])[-1] for row in token_rows(m, texts)])[:, :8]
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def test_failures_are_one_line(engine, tmp_path):

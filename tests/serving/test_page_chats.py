@@ -129,6 +129,27 @@ def test_titles_and_deletion(page):
     assert shown(page)[0] == "Hello"
 
 
+def test_a_browser_that_stores_nothing(open_page):
+    """As Chromium where cookies are blocked: each use of a storage is an error. The page forgets, but works."""
+    refuse = "{get() { throw new DOMException('Access is denied', 'SecurityError'); }}"
+    first = "".join(f"Object.defineProperty(window, '{each}Storage', {refuse});" for each in ("session", "local"))
+    page = open_page(first=first)
+    page.until("model !== null && view === 'chat'")
+    fill_in(page, temperature=0, max_tokens=6)
+    for text in ("Hello", "Again"):
+        send(page, text)
+        page.click("#chat-new")
+    assert page.run("[...document.querySelectorAll('#conversation-list .title')].map((each) => each.textContent)") == [
+        "Again",
+        "Hello",
+    ]
+    page.click("#conversation-list button", 1)
+    assert shown(page)[0] == "Hello"
+    page.click("#conversation-list button", 3)  # Delete
+    page.click("#conversation-list button", 3)
+    assert page.run("keptConversations().map((each) => each.title)") == ["Again"]
+
+
 def test_a_title_ends_with_a_whole_character(page):
     answer_with(page, [{"content": "x"}])
     send(page, "a" * 59 + "\U0001f407 ran")

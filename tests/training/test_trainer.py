@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -405,6 +406,9 @@ def test_settings_that_divide_by_zero_are_refused(bitnet):
     for betas in ((1.0, 0.95), (0.9, 1.0), (0.9, 1.5), (0.9,)):
         with pytest.raises(ConfigError, match="betas: expected two numbers from 0 to below 1"):
             Trainer(bitnet.config, bitnet.masters, betas=betas)
+    for name, value in (("eps", 0), ("eps", -1e-8), ("max_norm", 0), ("max_norm", -1.0), ("max_norm", math.nan)):
+        with pytest.raises(ConfigError, match=f"{name}: expected a number > 0"):
+            Trainer(bitnet.config, bitnet.masters, **{name: value})
     teacher = bitnet_ref.load(backend="numpy")
     with pytest.raises(ConfigError, match="relation_heads: expected a divisor"):
         Distillation(teacher, relation_heads=0).check(teacher.config)

@@ -34,19 +34,19 @@ function keepConversation() {
   const kept = keptConversations(), before = kept.find(({ id }) => id === conversation.id);
   if (before && before.changed !== conversation.changed) { // another tab went on with it: this is a copy from here on
     conversation.id = newConversation().id;
-    sessionStorage.setItem("bitnet_ref open", conversation.id);
+    tabStorage.setItem("bitnet_ref open", conversation.id);
   }
   conversation.changed = Date.now();
   conversation.title ||= Array.from(conversation.nodes[0].content.trim().replace(/\s+/g, " ")).slice(0, 60).join("");
   const others = kept.filter(({ id }) => id !== conversation.id);
-  for (const { id } of others.splice(MAX_KEPT - 1)) localStorage.removeItem(PREFIX + id);
+  for (const { id } of others.splice(MAX_KEPT - 1)) browserStorage.removeItem(PREFIX + id);
   for (;;) {
     try {
-      localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+      browserStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
       return;
     } catch {
       if (!others.length) return say("This browser has no room to keep this conversation. Export it.");
-      localStorage.removeItem(PREFIX + others.pop().id);
+      browserStorage.removeItem(PREFIX + others.pop().id);
     }
   }
 }
@@ -60,9 +60,9 @@ function isConversation(value) {
 // The newest first; an entry that is no conversation is left out.
 function keptConversations() {
   const kept = [];
-  for (const key of Object.keys(localStorage).filter((each) => each.startsWith(PREFIX))) {
+  for (const key of Object.keys(browserStorage).filter((each) => each.startsWith(PREFIX))) {
     try {
-      const value = JSON.parse(localStorage.getItem(key));
+      const value = JSON.parse(browserStorage.getItem(key));
       if (isConversation(value)) kept.push({ ...value, id: key.slice(PREFIX.length) });
     } catch {} // of another version, or cut
   }
@@ -73,7 +73,7 @@ function openConversation(value) {
   conversation = value;
   problem = "";
   $("system").value = conversation.system;
-  sessionStorage.setItem("bitnet_ref open", conversation.id);
+  tabStorage.setItem("bitnet_ref open", conversation.id);
   showConversation();
 }
 
@@ -133,7 +133,7 @@ function deleteButton() {
       button.setAttribute("aria-label", "Really delete it?");
       return;
     }
-    localStorage.removeItem(PREFIX + conversation.id);
+    browserStorage.removeItem(PREFIX + conversation.id);
     openConversation(newConversation());
     $("chat-new").focus();
   });
@@ -176,6 +176,6 @@ addEventListener("storage", ({ key }) => {
   else listConversations();
 });
 addEventListener("DOMContentLoaded", () => {
-  const id = sessionStorage.getItem("bitnet_ref open"), kept = keptConversations();
+  const id = tabStorage.getItem("bitnet_ref open"), kept = keptConversations();
   openConversation(kept.find((each) => each.id === id) ?? (id ? newConversation() : (kept[0] ?? newConversation())));
 });

@@ -7,6 +7,31 @@ const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 let view = "completion";
 let model = null; // {id, loaded, max_model_len, chats}
 
+// -- storage ----------------------------------------------------------------------------------------------------------
+
+// Where the browser gives the page no storage: it forgets all when it is closed.
+class Forgetful {
+  getItem(key) {
+    return this[key] ?? null;
+  }
+  setItem(key, value) {
+    this[key] = value;
+  }
+  removeItem(key) {
+    delete this[key];
+  }
+}
+
+function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    return new Forgetful();
+  }
+}
+
+const tabStorage = storage("sessionStorage"), browserStorage = storage("localStorage");
+
 // -- requests ---------------------------------------------------------------------------------------------------------
 
 class ServerError extends Error {
@@ -19,7 +44,7 @@ class ServerError extends Error {
 // The response of the server. Without a valid key it asks for one and tries again. Raises ServerError.
 async function ask(path, { body, signal } = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
+    const key = tabStorage.getItem(KEY);
     const headers = key ? { authorization: `Bearer ${key}` } : {};
     if (body) headers["content-type"] = "application/json";
     let response;
@@ -34,7 +59,7 @@ async function ask(path, { body, signal } = {}) {
     const facts = await response.json().catch(() => ({}));
     const message = facts.error?.message ?? `The server answered ${response.status}.`;
     if (response.status !== 401) throw new ServerError(response.status, message, Number(response.headers.get("retry-after")));
-    if (key === sessionStorage.getItem(KEY) && !(await askForKey(key))) throw new ServerError(401, "Without its key the server does nothing.");
+    if (key === tabStorage.getItem(KEY) && !(await askForKey(key))) throw new ServerError(401, "Without its key the server does nothing.");
   }
 }
 
@@ -96,7 +121,7 @@ function askForKey(refused) {
     };
     $("key-form").onsubmit = (event) => {
       event.preventDefault();
-      sessionStorage.setItem(KEY, $("key").value.trim());
+      tabStorage.setItem(KEY, $("key").value.trim());
       end(true);
     };
     $("key-cancel").onclick = () => end(false);
@@ -249,10 +274,10 @@ function readChatSettings() {
 }
 
 function keepSettings() {
-  sessionStorage.setItem("bitnet_ref settings", JSON.stringify(KEPT.map((name) => $(name).value)));
+  tabStorage.setItem("bitnet_ref settings", JSON.stringify(KEPT.map((name) => $(name).value)));
 }
 
-JSON.parse(sessionStorage.getItem("bitnet_ref settings") ?? "[]").forEach((value, index) => ($(KEPT[index]).value = value));
+JSON.parse(tabStorage.getItem("bitnet_ref settings") ?? "[]").forEach((value, index) => ($(KEPT[index]).value = value));
 $("sampling").oninput = ({ target }) => {
   target.setCustomValidity("");
   keepSettings();

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...api import Model
-from ...errors import count_of
+from ...errors import ConfigError, count_of
+from ...system.options import suggest
 from .declare import EXERCISES, Exercise, Unanswered, Wrong
 from .lessons import transformer
 from .tensors import expect_tensor
@@ -72,10 +73,12 @@ class Check:
 
     def use(self, name: str, answer: Any, **given: Any) -> Any:
         """Judge an answer that the rest of the notebook uses. Returns it if it is right, and otherwise the reference's
-        own, so that the notebook goes on. It calls no function of the student's."""
+        own, so that the notebook goes on. It calls no function of the student's. Raises ConfigError for a name of no
+        exercise."""
+        if (exercise := EXERCISES.get(str(name))) is None:
+            raise ConfigError(f"there is no such exercise; {suggest(str(name), EXERCISES)}", field=str(name))
         answered = self._note(self.judge(name, answer, **given))
         print(answered if answered.status == RIGHT else f"{answered} The notebook goes on with ours.")
-        exercise = EXERCISES[name]
         self._pieces |= given  # what the solution is made of
         exec(exercise.solution, self._pieces)
         ours = self._pieces[exercise.answer]

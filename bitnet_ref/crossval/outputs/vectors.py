@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from ...api import Model
 from ...errors import BackendUnavailable
-from ...generation.embed import default_prompt, embed, instruction_prompt, published_prompts, token_rows
+from ...generation.embed import (
+    default_dimensions,
+    default_prompt,
+    embed,
+    instruction_prompt,
+    published_prompts,
+    token_rows,
+)
 from ...reference.cache import TokenBatch
 from ..explain.diagnose import Diagnoses, Diagnosis, sure_or_possible
 from ..tolerances import NARROW_FLOATS, SAME_TENSOR
@@ -81,7 +88,9 @@ def cross_vectors(
         theirs = np.array([each["embedding"] for each in rows], dtype=np.float64)
     except (KeyError, TypeError, ValueError) as error:
         raise BackendUnavailable(f"{client.url}/v1/embeddings answers with no vectors of OpenAI's form") from error
-    right = embed(model, texts).astype(np.float64)
+    default = default_dimensions(model.path)
+    size = default if theirs.shape[-1] == default else model.config.hidden_size  # few servers cut by themselves
+    right = embed(model, texts, dimensions=size).astype(np.float64)
     limit = SAME_TENSOR if engine_dtype == "float32" else NARROW_FLOATS[engine_dtype].relative_l2
     unit = model.config.unit_embeddings
     if theirs.shape != right.shape or not np.isfinite(theirs).all():
@@ -167,7 +176,7 @@ def _explain(
             group
             for group in combinations(changes, count)
             if len({each.kind for each in group}) == count
-            and max(_errors(theirs, _vectors(model, texts, group, states))) <= limit
+            and max(_errors(theirs, _vectors(model, texts, group, states)[:, : theirs.shape[1]])) <= limit
         ]
         if fitting:
             found = [

@@ -23,7 +23,7 @@ from ...errors import BitNetRefError, ConfigError, ConfigWarning, FormatError, S
 from ...reference.config import ModelConfig
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
-from ..checkpoint import PROMPTS_FILE, Checkpoint, LoadOptions, Progress, has_prompts, merge_adapter
+from ..checkpoint import Checkpoint, LoadOptions, Progress, files_of_texts, merge_adapter
 from ..gguf.config import architecture
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
@@ -187,9 +187,10 @@ def convert(
                 raise FormatError(f"what was written cannot be read: {message}", path=path) from problem
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
-    if has_prompts(checkpoint.path) and not has_prompts(path):
-        message = f"{path}: {to} has no place for {PROMPTS_FILE}; copy that file beside it, where embed reads it"
-        warnings.warn(message, ConfigWarning, stacklevel=2)
+    for name in files_of_texts(checkpoint.path):
+        if name not in files_of_texts(path):
+            message = f"{path}: {to} has no place for {name}; copy that file beside it, where embed reads it"
+            warnings.warn(message, ConfigWarning, stacklevel=2)
     return proof
 
 

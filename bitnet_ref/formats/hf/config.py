@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import LARGEST_INT, ConfigError, ConfigWarning, describe, errors_at, printable
 from ...families import FAMILIES
-from ...families.family import SIZES, HfForm, activation_name, fields_of_types
+from ...families.family import SIZES, SLIDING, HfForm, activation_name, fields_of_types
 from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
@@ -157,6 +157,8 @@ class Keys:
         types = self.get("layer_types", by_default)
         if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
             raise ConfigError(f"expected a list of names, got {types!r}"[:200], field="layer_types")
+        if window is None and SLIDING in types:
+            raise ConfigError("is absent or not in use, and layer_types has sliding layers", field="sliding_window")
         return fields_of_types(types, window)
 
 

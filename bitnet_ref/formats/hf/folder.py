@@ -196,7 +196,9 @@ def read_folder_config(path: Path, allow_unquantized: bool = False) -> ModelConf
 
 def _embedding_fields(folder: Path) -> dict[str, Any]:
     """The fields of the config that the files of sentence-transformers say, if there are any. Raises ConfigError."""
-    (modules, path, _), out = (folder / name for name in EMBEDDING_FILES), dict[str, Any]()
+    (modules, path, _, texts), out = (folder / name for name in EMBEDDING_FILES), dict[str, Any]()
+    if is_present(texts) and read_json_object(texts, ConfigError, MAX_INDEX_BYTES, folder).get("do_lower_case"):
+        raise ConfigError("true, which makes all letters small, is not done", path=texts, field="do_lower_case")
     if is_present(modules):
         try:
             kinds = [
@@ -257,8 +259,9 @@ class HfCheckpoint(Checkpoint):
                 self.config = replace(self.config, quantization=online)
             self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
             self.evidence: list[str] = self._describe_left_out()
-            if not (self.config.tie_word_embeddings or self.tensors.prefix or "lm_head.weight" in self.tensors):
-                # Saved without its head: e5-mistral-7b-instruct, Qwen3-Embedding-8B
+            has_head = self.tensors.prefix.startswith("model.") or f"{self._module('lm_head')}.weight" in self.tensors
+            if not (self.config.tie_word_embeddings or has_head):
+                # Saved by a class without a head: e5-mistral-7b-instruct, Qwen3-Embedding-8B
                 self.evidence.append(
                     "there is no lm_head.weight: embed needs none; logits are guessed by the embedding matrix"
                 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import DEFAULT_REPLY_TOKENS, default_reply_tokens
-from ...generation.embed import token_rows
+from ...generation.embed import longest_text, token_rows
 from ...generation.generate import split_prompts
 from ...generation.params import GUIDES, SamplingParams
 from ...reference.layers import Floats
@@ -277,7 +277,8 @@ def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]
     parts, _ = split_prompts(body["input"])
     if body.get("add_special_tokens") is False:
         parts = [model.tokenizer.encode(part, False) if isinstance(part, str) else part for part in parts]
-    return [truncate_ids(ids.tolist(), body, model, 0) for ids in token_rows(model, parts, any_length=True)]
+    room = model.context_length - longest_text(model)
+    return [truncate_ids(ids.tolist(), body, model, room) for ids in token_rows(model, parts, any_length=True)]
 
 
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats, tokens: int) -> dict[str, Any]:
