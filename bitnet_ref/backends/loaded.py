@@ -102,13 +102,13 @@ class AdaptedWeights:
 
     def of_pass(self, w: ModelWeights, batch: TokenBatch, adapters: Mapping[int, Adapter | None]) -> ModelWeights:
         """The weights for a batch. adapters: of its slots; a slot that is not there has none."""
-        digests = {adapter.digest: adapter for slot in batch.slots.tolist() if (adapter := adapters.get(slot))}
+        of_token = [adapters.get(slot) for slot in batch.slots.tolist()]
+        digests = {each.digest: each for each in of_token if each}
         if not digests:
             return w
         models = [self.of_all(w, adapter) for adapter in digests.values()]
         numbers = {digest: number for number, digest in enumerate(digests)}
-        of_slot = {slot: numbers[each.digest] for slot, each in adapters.items() if each and each.digest in numbers}
-        choice = np.array([of_slot.get(slot, -1) for slot in batch.slots.tolist()], dtype=np.int32)
+        choice = np.array([numbers[each.digest] if each else -1 for each in of_token], dtype=np.int32)
         if len(models) == 1 and not choice.any():
             return models[0]
         self._be.check_mixed_adapters()
