@@ -26,7 +26,7 @@ from ..system.forks import ForkLock
 from ..system.lazy import lazy_property
 from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
-from .paged_cache import CacheSpec, EngineKVCache
+from .paged_cache import CacheSpec, PagedKVCache
 from .record import NamesFilter, Recorder, check_matched
 from .run import Logits, TokenLogits, run, run_greedy, run_hidden
 
@@ -102,13 +102,13 @@ class AdaptedWeights:
 
     def of_pass(self, w: ModelWeights, batch: TokenBatch, adapters: Mapping[int, Adapter | None]) -> ModelWeights:
         """The weights for a batch. adapters: of its slots; a slot that is not there has none."""
-        digests = {adapter.digest: adapter for slot in batch.slots.tolist() if (adapter := adapters.get(slot))}
+        of_token = [adapters.get(slot) for slot in batch.slots.tolist()]
+        digests = {each.digest: each for each in of_token if each}
         if not digests:
             return w
         models = [self.of_all(w, adapter) for adapter in digests.values()]
         numbers = {digest: number for number, digest in enumerate(digests)}
-        of_slot = {slot: numbers[each.digest] for slot, each in adapters.items() if each and each.digest in numbers}
-        choice = np.array([of_slot.get(slot, -1) for slot in batch.slots.tolist()], dtype=np.int32)
+        choice = np.array([numbers[each.digest] if each else -1 for each in of_token], dtype=np.int32)
         if len(models) == 1 and not choice.any():
             return models[0]
         self._be.check_mixed_adapters()
@@ -253,7 +253,7 @@ class LoadedModel:
         dtype: str | None = None,
         page_size: int | None = None,
         pages: int | None = None,
-    ) -> EngineKVCache:
+    ) -> PagedKVCache:
         """An empty KV cache, in `cache_dtype` unless another dtype is given. See `CacheSpec`."""
         if self.is_closed:
             raise BackendError(_CLOSED)

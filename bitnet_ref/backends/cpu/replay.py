@@ -17,7 +17,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -43,12 +43,6 @@ class KernelBackend(Backend):
     """A backend whose blocks and ops make kernel calls."""
 
     kernels: CpuKernels
-
-    def _with_kernels(self, kernels: CpuKernels) -> Self:
-        """A copy that computes with these kernels."""
-        be = copy.copy(self)
-        be.kernels = kernels
-        return be
 
 
 class RopeRows:
@@ -187,9 +181,11 @@ class KernelStep:
             ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in memory]
             can_replay = can_replay and bool(tape.lies_in(ranges))
 
+        be = copy.copy(be)
+        be.kernels = replace(self.kernels, results=self._pool, tape=tape)
         self._pool.before_growth = look
         try:
-            result = compute(be._with_kernels(replace(self.kernels, results=self._pool, tape=tape)))
+            result = compute(be)
         finally:
             self._pool.before_growth = None
         look()

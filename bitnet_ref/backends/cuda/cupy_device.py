@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,11 +225,7 @@ class CupyDevice(Device):
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(device_errors())
-            stack.enter_context(self.gpu)
-            stack.enter_context(self.stream)
-            stack.enter_context(self.xp.cuda.using_allocator(self.pool.malloc))
+        with device_errors(), self.gpu, self.stream, self.xp.cuda.using_allocator(self.pool.malloc):
             yield
             self._peak = max(self._peak, self.pool.used_bytes())  # of the current device, so inside
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ...errors import ShapeError
+from ...families.lora import LinearAround
 from ...reference.layers import Array, Floats
 from ...reference.ops import Ops
-from ...reference.weights import DenseWeight, LinearWeight, Shared
+from ...reference.weights import DenseWeight, Shared
 from .device import DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, split, starts_of
 from .workspace import Workspace
@@ -85,49 +86,33 @@ class DenseRows:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DeviceDense(LinearWeight):
+class DeviceDense(LinearAround):
     """A dense matrix: in the host's memory as the file has it, and on the device; there, blocks are float32."""
 
     kind = "dense"
 
-    host: DenseWeight
+    linear: DenseWeight  # in the host's memory
     on_device: DenseRows
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.host.name
-
-    @property
-    def bias(self) -> NDArray[np.float32] | None:  # type: ignore[override]
-        return self.host.bias
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.host.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.host.nbytes
-
-    @property
     def dtype(self) -> np.dtype:
-        return self.host.dtype
+        return self.linear.dtype
 
     @property
     def array(self) -> Floats:
-        return self.host.array
+        return self.linear.array
 
     def plain(self) -> DenseWeight:
-        return self.host
+        return self.linear
 
     def called(self, name: str) -> DeviceDense:
-        return replace(self, host=self.host.called(name))
+        return replace(self, linear=self.linear.called(name))
 
     def rows(self, index: Any, dtype: DTypeLike) -> Floats:
-        return self.host.rows(index, dtype)
+        return self.linear.rows(index, dtype)
 
     def contents(self, name: str) -> Iterator[tuple[str, Array]]:
-        return self.host.contents(name)
+        return self.linear.contents(name)
 
     def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         return be.dense_matmul(x, self)

@@ -253,9 +253,14 @@ cdef class Tape:
             free(self.calls[i].call)
         free(self.calls)
 
-    cdef record(self, call_fn run, const void *call, size_t size, addresses, held=None):
+    cdef record(self, call_fn run, const void *call, size_t size, addresses, held=None, float *const *ys=NULL,
+                Py_ssize_t count=0):
+        """addresses: of activations that the call reads and writes; and ys, so many results"""
         cdef void *calls
+        cdef Py_ssize_t i
         self.addresses.update(addresses)
+        for i in range(count):
+            self.addresses.add(<size_t> ys[i])
         self.held.append(held)
         if self.count == self.capacity:
             calls = realloc(self.calls, (2 * self.capacity + 64) * sizeof(recorded_call))
@@ -286,6 +291,16 @@ cdef class Tape:
         with nogil:
             succeeded = self.run()
         return succeeded
+
+
+cdef Py_ssize_t make_call(call_fn run, const void *call, str what, Py_ssize_t tokens, Py_ssize_t width=0) except -2:
+    """Make the call.   -> OK, or the first bad row.  what, with tokens and width: for the MemoryError"""
+    cdef Py_ssize_t bad
+    with nogil:
+        bad = run(call)
+    if bad == NO_MEMORY:
+        raise MemoryError("no memory for " + what.format(tokens, width))
+    return bad
 
 
 def sum_words(const uint64_t[::1] words, int threads):

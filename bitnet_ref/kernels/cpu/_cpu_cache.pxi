@@ -163,7 +163,7 @@ cdef inline void append_token(const append_call *c, Py_ssize_t m, const float *k
 def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64_t[::1] slots,
            const int64_t[::1] positions, const float[:, :, ::1] k, const float[:, :, ::1] v, int threads,
            Py_ssize_t kernels, Tape tape=None, *, const float[:, ::1] cos=None, const float[:, ::1] sin=None):
-    """Store k and v (M, G, d) in a layer at their slots and positions, like backends/cache_dtypes.narrow.
+    """Store k and v (M, G, d) in a layer at their slots and positions, like backends/paged_cache.narrow.
 
     cos, sin: k is first rotated by these angles (M, d/2).
 
@@ -180,10 +180,7 @@ def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64
     c.k, c.v, c.threads = &k[0, 0, 0], &v[0, 0, 0], threads
     check_set(kernels, threads)
     check_aligned(<size_t> c.k | <size_t> c.v)
-    with nogil:
-        bad = run_append(&c)
-    if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for the keys of {M} tokens")
+    bad = make_call(run_append, &c, "the keys of {} tokens", M)
     if tape is not None:
         addresses = [<size_t> c.k, <size_t> c.v, *addresses_of(&c.to, &c.of_k)]
         tape.record(run_append, &c, sizeof(c), addresses, (layer, page_table))
@@ -307,10 +304,7 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     set_rotation(&c.of_q, cos, sin, M, d, kernels)
     c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, check_set(kernels, threads), threads
     check_aligned(<size_t> c.q | <size_t> c.z)
-    with nogil:
-        bad = run_attention(&c)
-    if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for the attention of {M} tokens")
+    bad = make_call(run_attention, &c, "the attention of {} tokens", M)
     if tape is not None:
         addresses = [<size_t> c.q, <size_t> c.z, *addresses_of(&c.of, &c.of_q)]
         tape.record(run_attention, &c, sizeof(c), addresses, (layer, page_table))

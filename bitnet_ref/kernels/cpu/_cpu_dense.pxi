@@ -122,7 +122,7 @@ def dense_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     ws: (N_i, K) each, see `_matrix`; blocks: the kind of each that is given as uint8, else 0
     """
     cdef dense_call c
-    cdef Py_ssize_t bad, i, K
+    cdef Py_ssize_t i, K
     cdef float[:, ::1] y
     c.M, c.K, c.count, c.threads, c.chosen = x.shape[0], x.shape[1], len(ws), threads, check_set(kernels, threads)
     if c.count > MAX_LINEARS or len(ys) != c.count or len(blocks) != c.count:
@@ -138,14 +138,9 @@ def dense_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
         return
     c.x = &x[0, 0]
     check_aligned(<size_t> c.x)
-    with nogil:
-        bad = run_dense(&c)
-    if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for {c.M} tokens of {c.K} activations")
+    make_call(run_dense, &c, "{} tokens of {} activations", c.M, c.K)
     if tape is not None:
-        for i in range(c.count):
-            tape.addresses.add(<size_t> c.ys[i])
-        tape.record(run_dense, &c, sizeof(c), (<size_t> c.x,), tuple(ws))
+        tape.record(run_dense, &c, sizeof(c), (<size_t> c.x,), tuple(ws), c.ys, c.count)
 
 
 # -- the screened head: head_screen.h ----------------------------------------------------------------------------------

@@ -253,12 +253,7 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
         check_aligned(<size_t> c.ys[i] | <size_t> c.biases[i])
     c.x = &x[0, 0]
     check_aligned(<size_t> c.x | <size_t> c.signs)
-    with nogil:
-        bad = run_group(&c)
-    if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    bad = make_call(run_group, &c, "{} tokens of {} activations", M, K)
     if tape is not None:
-        for i in range(count):
-            tape.addresses.add(<size_t> c.ys[i])
-        tape.record(run_group, &c, sizeof(c), (<size_t> c.x,), tuple(ws))
+        tape.record(run_group, &c, sizeof(c), (<size_t> c.x,), tuple(ws), c.ys, count)
     return bad

@@ -115,12 +115,7 @@ def ruled_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
         check_aligned(<size_t> c.ys[i])
     c.x = &x[0, 0]
     check_aligned(<size_t> c.x)
-    with nogil:
-        bad = run_ruled(&c)
-    if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    bad = make_call(run_ruled, &c, "{} tokens of {} activations", M, K)
     if tape is not None:
-        for i in range(count):
-            tape.addresses.add(<size_t> c.ys[i])
-        tape.record(run_ruled, &c, sizeof(c), (<size_t> c.x,), tuple(ws))
+        tape.record(run_ruled, &c, sizeof(c), (<size_t> c.x,), tuple(ws), c.ys, count)
     return bad

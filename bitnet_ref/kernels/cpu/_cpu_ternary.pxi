@@ -372,18 +372,14 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         if c.strips != NULL:
             c.one, c.several = &(<StripCounts> w.counts).one, &(<StripCounts> w.counts).several
     check_aligned(<size_t> c.x | <size_t> c.norm_weight | <size_t> c.residual)
-    with nogil:
-        bad = run_linears(&c)
-    if bad == NO_MEMORY:
-        raise MemoryError(f"no memory for {M} tokens of {K} activations")
+    bad = make_call(run_linears, &c, "{} tokens of {} activations", M, K)
     if tape is not None:
         for i in range(count):
-            tape.addresses.add(<size_t> c.ys[i])
             if c.terms[i].factors != NULL:
                 tape.addresses.add(<size_t> c.terms[i].y)
                 tape.addresses.add(<size_t> c.terms[i].t)
         tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x), <size_t> c.normed or <size_t> c.x),
-                    (tuple(ws), norm_weight, terms))
+                    (tuple(ws), norm_weight, terms), c.ys, count)
     return bad
 
 
