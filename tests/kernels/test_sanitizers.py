@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from test_c_kernels import NOT_INLINED
 
 import bitnet_ref
 from bitnet_ref.backends.cpu.extension import why_unavailable
@@ -24,18 +25,8 @@ pytestmark = [
 ]
 HERE = Path(__file__).parent
 KERNELS = Path(bitnet_ref.__file__).parent / "kernels" / "cpu"
-FLAGS = [
-    "-std=c11",
-    "-g1",
-    "-O1",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-w",
-    "-fPIC",
-    "-shared",
-]
-FLAGS += [f"-I{KERNELS}", f"-I{sysconfig.get_paths()['include']}"]
+FLAGS = ["-std=c11", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w", "-fPIC", "-shared"]
+FLAGS += ["-O0", *NOT_INLINED, f"-I{KERNELS}", f"-I{sysconfig.get_paths()['include']}"]
 
 
 @pytest.fixture(scope="module")
