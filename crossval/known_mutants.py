@@ -167,6 +167,8 @@ KNOWN: dict[str, str] = {
         "a job without a slot is never asked for it; the number is seen in a debugger only"
     ),
     "serving/tickets.py: NEWEST_CHUNKS = 16 -> NEWEST_CHUNKS = (17)": ("how much of a text the live view shows"),
+    "serving/scheduler.py Scheduler._add_steps: plan.copies += lease.reserve(start, stop) or () -> plan.copies += "
+    "(lease.reserve(start, stop) and ())": "the pages behind the next token's are the sequence's own: none is copied",
     'serving/live.py LiveView.widget: self._button = ipywidgets.Button(description="Stop watching", icon="stop") '
     "-> self._button = (ipywidgets.Button(description='Stop watching'))": (
         "the picture on a button that has words too"

@@ -374,6 +374,13 @@ def test_a_matrix_of_blocks_number_by_number(bits, zeros, tmp_path):
             assert matrix[i, j] == expected
 
 
+def test_one_number_of_the_largest_block(tmp_path):
+    node = helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], N=1, K=1, bits=2, block_size=2**20)
+    codes = np.full((1, 1, 2**18), 3, dtype=np.uint8)
+    matrix = constants(tmp_path, node, arrays_of(b=codes, s=np.array([[0.5]], np.float32))).matrix(node)
+    assert matrix.tolist() == [[(3 - 2) * 0.5]]
+
+
 def test_four_bits_are_what_is_not_said(tmp_path):
     node = helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], N=8, K=40, block_size=16)
     assert constants(tmp_path, node, arrays_of(b=CODES, s=SCALES)).matrix(node)[0, 1] == (int(CODES[0, 0, 0]) >> 4) - 8

@@ -202,6 +202,16 @@ def test_a_reader_that_is_behind_pauses_its_request(drive):
     assert stream.result().stats.generated_tokens == 20
 
 
+def test_whoever_reads_chunks_of_a_submitted_request_is_its_reader(drive):
+    driven = drive(max_unread=4)
+    handle = driven.engine.submit("Alice", max_tokens=20, ignore_eos=True)
+    driven.step(6)
+    assert driven.gauges() == (1, 0, 0)  # until then only its result may be wanted
+    next(handle)
+    driven.step()
+    assert driven.gauges() == (0, 0, 1)
+
+
 def test_the_texts_of_one_request_count_as_one(drive):
     driven = drive(max_batch=4, max_queue=5)
     (long,) = lengths(driven.engine, LONGER)
