@@ -106,6 +106,7 @@ def test_the_command():
         ("--prompt", "9-3"),
         ("--new", "x"),
         ("--rate", "-1"),
+        ("--rate", "inf"),
         ("--max-batch", "8", "--max-batch-tokens", "8"),
         ("--prompt", "300"),
     ],

@@ -104,6 +104,20 @@ def test_the_fast_transform(width, block):
     np.testing.assert_allclose(weight.dense().array, w_t @ r, atol=1e-6)
 
 
+def test_a_folded_llama_becomes_onnx(tmp_path):
+    """Its embedding too is taken out of the basis."""
+    with GgufFile(ROTATED) as file:
+        tensors = [
+            TensorToWrite(t.name, t.shape, t.type.name, lambda n=t.name: file.read_raw(n), t.nbytes)
+            for t in file.tensors.values()
+            if not t.name.endswith(("q_norm.weight", "k_norm.weight"))
+        ]
+        typed = {key.replace("qwen3.", "llama."): value for key, value in file.typed.items()}
+        write_gguf(tmp_path / "x.gguf", typed | {"general.architecture": Typed("string", "llama")}, tensors)
+    folded = LoadOptions(rotation="folded")
+    assert convert(tmp_path / "x.gguf", tmp_path / "onnx", "onnx", options=folded).exact
+
+
 def changed(path, source=ROTATED, drop=(), **keys):
     """The file with other metadata under the prefix."""
     with GgufFile(source) as file:

@@ -8,6 +8,7 @@ they are read. Before anything is timed, some of the requests must give what `Mo
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -134,8 +135,9 @@ def measure_serve(
     if load.prompt[1] + load.new[1] > model.config.context_length:
         asked = f"prompts of {load.prompt[1]} tokens and {load.new[1]} new ones"
         raise GenerationError(f"{asked} do not fit the model's context of {model.config.context_length}")
-    if not all(rate > 0 for rate in rates_per_s):
-        raise GenerationError(f"expected requests per second, numbers > 0, got {list(rates_per_s)}", field="rates")
+    if not all(0 < rate < math.inf for rate in rates_per_s):
+        message = f"expected requests per second, finite numbers > 0, got {list(rates_per_s)}"
+        raise GenerationError(message, field="rates")
     watch, requests = Watch(), load.draw(model.config.vocab_size)
     tick = ticker(progress, 2 + (len(rates_per_s) or len(SHARES)))
     equal = equals_alone(model, config, requests)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import onnx
 from onnx import numpy_helper
-from playground_bugs import BUGS
+from playground_bugs import BUGS, INVISIBLE
 
 from bitnet_ref.crossval.engines.onnxruntime import named_outputs
 from bitnet_ref.formats.names import hf_module
@@ -189,7 +189,7 @@ def write_playground(folder, has_guide=True):
 
 def describe_bug(name, bug):
     title, _, text = inspect.getdoc(bug).partition("\n\n")
-    return {"name": name, "title": title, "text": " ".join(text.split())}
+    return {"name": name, "title": title, "text": " ".join(text.split()), "invisible": name in INVISIBLE}
 
 
 def write(app, problem):

@@ -5,7 +5,6 @@ import { Model, divergence, uniforms } from "./model.js";
 
 const ROUNDS = 5, TOKENS = 32, SAMPLING = { temperature: 0.6, top_k: 40 };
 const BEGINNINGS = ["Once upon a time", "The king said", "In the middle of the wood", "Alice looked", "The old woman", "When the sun rose", "There was a little"];
-const INVISIBLE = ["truncated", "activation_scale_per_tensor", "bf16_accumulators"]; // by reading
 const game = (state.game = { round: 0, score: 0, counted: 0, missed: [], broken: "", bug: null });
 const CHOICES = ["a", "b", "none"];
 const pick = (list) => list[Math.floor(Math.random() * list.length)];
@@ -13,8 +12,8 @@ let drawn = []; // the mistakes of this game, each once
 
 // A mistake that this game has not had. An invisible one comes at most once, and not first.
 function pickBug() {
-  const isFull = !drawn.length || drawn.some((each) => INVISIBLE.includes(each.name));
-  return pick(state.facts.bugs.filter((each) => !drawn.includes(each) && !(isFull && INVISIBLE.includes(each.name))));
+  const isFull = !drawn.length || drawn.some((each) => each.invisible);
+  return pick(state.facts.bugs.filter((each) => !drawn.includes(each) && !(isFull && each.invisible)));
 }
 
 // A beginning with what the model writes after it, up to its last whole word.

@@ -144,7 +144,7 @@ class DecoderGraph:
 
     def table(self) -> tuple[str, np.dtype]:
         """The embedding (V, D), in its stored dtype"""
-        embedding: Any = self.source.embedding()  # a dense one
+        embedding = read_part(self.source, "embedding")  # a dense one
         self._tick()
         if self.cfg.tie_word_embeddings:
             self.source.check_tied_head(embedding)
