@@ -109,6 +109,7 @@ def test_a_command_runs_as_a_program():
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_train_steps(optimizer):
     """Every trainer is timed, after each has given the same loss; one with another loss is refused."""
@@ -129,6 +130,7 @@ def test_a_trainer_with_another_loss(monkeypatch):
 # -- the start ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="drops files from Linux's cache")
 def test_first_token():
     result = invoke_json(first_token, "storyteller", "--repeats", 1)

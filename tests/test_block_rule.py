@@ -144,6 +144,7 @@ def test_a_matrix_in_16_bits_rounds_its_inputs():
     assert ruled_linear(x, w).tolist() == [[7]]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_backends_round_to_16_bits_as_the_text_does(dtype, be):
     if be.name == "cupy":

@@ -135,6 +135,7 @@ def test_a_reader_that_leaves_ends_it_quietly():
     child.stderr.close()
 
 
+@pytest.mark.thorough
 def test_a_reader_that_left_before_the_report():
     reading, writing = os.pipe()
     os.close(reading)
@@ -144,6 +145,7 @@ def test_a_reader_that_left_before_the_report():
     assert (child.returncode, err) == (0, b"")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_a_closed_stream_is_empty(closed):
     command = f"{sys.executable} -m bitnet_ref generate - --max-tokens 1 {closed}"

@@ -104,6 +104,7 @@ def test_what_is_no_notebook_is_refused(content, tmp_path):
     assert "no.ipynb: not graded: is no" in result.stdout
 
 
+@pytest.mark.thorough
 def test_a_file_that_cannot_be_graded_stops_no_other(tmp_path):
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -28,6 +28,7 @@ LINES_OF_THE_START = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("word", LINES_OF_THE_START)
 def test_ctrl_c_at_a_line_of_the_start(word):
     code = f"""

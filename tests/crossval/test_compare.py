@@ -449,6 +449,7 @@ class NarrowBackend(QuickBackend):
         return self._narrow(super().attention(q, cache, batch, layer, window))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
 def test_narrow_engines_are_held_to_their_own_tolerance(story, narrow):
     m, tokens, seen = story
@@ -495,6 +496,7 @@ def test_a_narrow_engine_that_gives_a_token_to_another_expert():
     assert notes, "give more texts: no token went to another expert"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
 def test_a_float32_engine_recorded_in_a_narrow_float(story, narrow):
     m, tokens, seen = story

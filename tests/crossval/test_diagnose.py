@@ -123,6 +123,7 @@ def test_logits_alone_are_enough(name, load):
         assert found[0].logit_error_before > 1e-3
 
 
+@pytest.mark.thorough
 def test_a_constant_is_solved_for_in_a_run_too_long_for_several_copies(load, monkeypatch):
     """More values of a constant are tried than edited runs are computed at once."""
     monkeypatch.setattr(Evidence, "copies", 2)
@@ -280,6 +281,7 @@ def three_layers(tmp_path_factory):
 SAME = {"rope_alpha_ignored"}  # of this model: rope_theta_10000
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("names", "layers", "words"),
     [

@@ -2654,7 +2654,7 @@ def test_every_exercise_has_a_judge_and_five_wrong_answers():
     assert {name: len(case.wrong) for name, case in CASES.items() if len(case.wrong) < 5} == {}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=(SLOW | LONG).get(name, ())) for name in CASES])
 def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
     for answer, says in CASES[name].wrong:
@@ -2667,7 +2667,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 IN_THE_NOTEBOOK = {"6.hunt", "11.lengths", "11.noticed", "5.2", "5.7"}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(10)
 @each_exercise
 def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
     solution = [] if name in IN_THE_NOTEBOOK else [Edit("", "")]
@@ -2684,6 +2684,7 @@ def test_a_number_of_steps_that_was_rounded_is_not_taken_for_another_mistake(ans
         EXERCISES["9.4"].judge(answer, master=master)
 
 
+@pytest.mark.thorough
 def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook):
     def scaled_by(factor):
         def quantize(self, x):

@@ -118,6 +118,7 @@ def test_two_mistakes_are_both_named():
     assert "128 is" in line.text or "..128" in line.text
 
 
+@pytest.mark.thorough
 def test_an_example_can_be_computed_by_hand():
     line = of("Truncates").line("activation rounding")
     value = float(line.at.partition("= ")[2])

@@ -66,6 +66,7 @@ def test_links_lead_to_receipts_of_any_name(tmp_path):
         assert urljoin(tmp_path.as_uri() + "/", link) == receipt.as_uri()
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_both_pages_have_the_width_of_a_phone(tmp_path):
     """Without a viewport a phone draws them 980 pixels wide, with letters too small to read."""

@@ -78,6 +78,7 @@ def test_an_inverse_is_said_to_be_one(tmp_path):
     assert sentence.endswith("and 4 more hold the inverse of what is meant; record the numbers themselves")
 
 
+@pytest.mark.thorough
 def test_the_screen_says_which_tensors_were_not_compared(tmp_path):
     m, right = recorded("storyteller")
     crossed(m, {**right, "blocks.2.attn.hook_q": right["blocks.2.attn.hook_rot_q"]}, tmp_path / "t")
@@ -133,6 +134,7 @@ UNUSED = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", UNUSED)
 def test_numbers_that_the_engine_did_not_use_are_no_mistake_of_it(name, tmp_path):
     m, right = recorded("storyteller")
@@ -151,6 +153,7 @@ def test_numbers_that_the_engine_did_not_use_are_no_mistake_of_it(name, tmp_path
     assert line in example
 
 
+@pytest.mark.thorough
 def test_one_kind_of_tensor_that_is_recorded_wrongly_in_every_linear(tmp_path):
     """The activations as unsigned bytes, whose zero is 128, as some instructions want them."""
     m, right = recorded("storyteller")

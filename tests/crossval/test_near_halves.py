@@ -127,6 +127,7 @@ def test_flips_in_the_last_token_s_logits(axes):
     raise AssertionError("no prompt's logits agree up to rounding")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
 def test_flips_in_a_trace_that_was_recorded_in_a_narrow_float(narrow):
     m, implied = model("storyteller"), 0

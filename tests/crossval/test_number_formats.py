@@ -143,6 +143,7 @@ EDITS = (  # of a mixture's steps, of a DeltaNet's, and of what that keeps from 
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("path", "name", "words"), EDITS)
 def test_a_mistake_of_a_family_s_step_is_described(path: Path, name: str, words: str) -> None:
     """The edit's own run is the engine, in the first layer."""

@@ -88,6 +88,7 @@ def test_the_copy_is_apart_from_the_package(hunt):
     assert not any(name.startswith(planting.COPY) for name in sys.modules)
 
 
+@pytest.mark.thorough
 def test_the_script(capsys):
     assert planted_bugs.main(["--json", "silu_for_relu2"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -104,6 +105,7 @@ def confirmed(diagnoses):
     return {diagnosis.name for diagnosis in diagnoses if diagnosis.confirmed}
 
 
+@pytest.mark.thorough
 def test_causes_of_a_wrong_continuation():
     m = model("storyteller", backend="auto")
     ids = m.tokenizer.encode("Once upon a time")

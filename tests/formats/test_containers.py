@@ -384,6 +384,7 @@ def test_written_in_parts(source, target, tmp_path):
     assert ["general.architecture" in reader.fields for reader in readers] == [True] + [False] * (count - 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [None, 1 << 20], ids=["one", "split"])
 def test_the_tokenizer_of_a_folder_of_gguf_files(size, tmp_path):
     (tmp_path / "m").mkdir()

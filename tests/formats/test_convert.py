@@ -522,6 +522,7 @@ def test_what_a_proof_says_of_tokenizers(tmp_path):
         assert prove(source, without, compute=False).problems == ["the tokenizer was left behind"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("target", ["hf-packed", "native", "onnx", "gguf-i2_s"])
 def test_the_template_for_tools_goes_along(target, tmp_path):
     """From a folder, where it is in a folder of its own, and from a GGUF, which has a key for it."""

@@ -108,6 +108,7 @@ def test_a_machine_that_stands_still_says_nothing_about_the_guide(vocabulary, pr
     prove(vocabulary, guided_regex="t+")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_helper_that_others_kill_says_nothing_about_the_guide(vocabulary, prover, monkeypatch, tmp_path, number):
     """The system kills it first where memory is short; a guide must not be refused for that, now or later."""

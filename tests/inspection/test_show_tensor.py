@@ -243,6 +243,7 @@ def test_what_is_not_finite_is_counted():
     assert "not_finite" in TensorView("m", "x", "F32", np.full(3, np.nan, dtype=np.float32)).statistics()
 
 
+@pytest.mark.thorough
 def test_pictures():
     pytest.importorskip("matplotlib")
     for name in ("blocks.0.mlp.down_proj", "final_norm"):

@@ -190,6 +190,7 @@ def test_writes_past_shared_memory(file):
     )
 
 
+@pytest.mark.thorough
 def test_a_failed_launch_leaves_nothing_behind(file):
     failure(file, "divergent_barrier")
     device = EmulatedDevice()

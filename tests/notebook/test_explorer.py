@@ -41,6 +41,7 @@ def test_a_moved_slider_draws_again(after):
     assert len(sizes) == 1
 
 
+@pytest.mark.thorough
 def test_the_bundle_holds_a_picture_for_where_no_kernel_is(after):
     pytest.importorskip("ipywidgets")
     bundle, metadata = after.explore()._repr_mimebundle_()
@@ -57,6 +58,7 @@ def test_without_ipywidgets_it_is_a_picture(after, monkeypatch):
     assert set(explorer._repr_mimebundle_()[0]) == {"image/png", "text/plain"}
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_drawn_is_said(after):
     explorer = after.explore()
     before = explorer.png

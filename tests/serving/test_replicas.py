@@ -27,6 +27,7 @@ def gists(outs):
     return [gist(out) for out in (outs if isinstance(outs, list) else [outs])]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_requests_and_beams_give_what_each_gives_alone(story, replicas):
     with story.engine(max_batch=3, max_batch_tokens=10, page_size=4, replicas=replicas) as engine:
@@ -80,6 +81,7 @@ def test_beams_with_few_pages_and_beams_that_are_abandoned(story):
     check(engine)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cache_tokens", [40, 100, 400])
 def test_searches_that_take_pages_and_places_from_each_other(story, cache_tokens):
     """Beams wait for those beside them, in turns, without a place and as long as they may with their pages."""

@@ -137,6 +137,7 @@ def test_the_best_is_the_likeliest_per_token(client):
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("limits", [{"max_tokens": 7}, {"max_tokens": 40, "stop": [" the", "."]}, {"min_tokens": 3}])
 @pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, "The rabbit ran away."]])
 def test_usage_of_several_texts_of_a_prompt(client, running, prompts, limits):

@@ -269,6 +269,7 @@ def test_training_learns(bitnet):
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_products_of_bfloat16(bitnet, optimizer):
     """Losses stay as they are, gradients move by the rounding, and a step learns as much."""

@@ -109,6 +109,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("after", "optimizer", "dtype"),
     [(1, "adamw", "float32"), (5, "adamw", "float32"), (11, "adamw", "float32"), (5, "muon", "bfloat16")],
