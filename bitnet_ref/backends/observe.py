@@ -9,6 +9,7 @@ replace or edit it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,15 +17,14 @@ from numpy.typing import NDArray
 
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig
-from ..reference.layers import Floats
+from ..reference.layers import Array, Floats
 from ..reference.model import BlockPlace
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from .backend import Backend, HeadNeed, HeadRows
+from .paged_cache import CacheSpec, EngineKVCache
 from .split import SplitBackend
 
 PATHS = ("ops", "blocks", "replayed")
-# Methods that are the inner backend's own
-TAKEN_OVER = ("running", "place", "from_host", "to_host", "synchronize", "new_cache")
 
 
 class ObservedStep(NamedTuple):
@@ -64,8 +64,6 @@ class Observed(Backend):
     def __init__(self, inner: Backend, around: Around, path: str = "ops") -> None:
         self.inner, self.around, self.path = inner, around, path
         self.name, self.dtype, self.threads, self.head = inner.name, inner.dtype, inner.threads, inner.head
-        for name in TAKEN_OVER:
-            setattr(self, name, getattr(inner, name))
         self.fuses = False
         self.block = ""  # "blocks.3", within it
         self.result = ""  # the tensor that the residual sum of this half gives
@@ -169,3 +167,23 @@ class Observed(Backend):
 
     def head_rows(self, x: Floats, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         return self._pass("head_rows", "lm_head.hook_out", self.inner.head_rows, x, w, needs)
+
+    # -- everything else is the inner backend's ------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[None]:
+        return self.inner.running()
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        return self.inner.place(batch)
+
+    def from_host(self, array: Array) -> Array:
+        return self.inner.from_host(array)
+
+    def to_host(self, array: Array) -> Array:
+        return self.inner.to_host(array)
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
+        return self.inner.new_cache(config, spec)
