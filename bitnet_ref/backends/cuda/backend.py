@@ -68,7 +68,6 @@ class CupyBackend(Backend):
     dtypes = ("float32", "float16", "bfloat16")
     cache_dtypes = CACHE_DTYPES
     paths = ("ops", "blocks", "replayed")
-    weight_kinds = (TiledWeight, DeviceDense)
     takes_ruled = False
 
     def __init__(
