@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError
 from ...reference.quantization import pack_ternary
-from ...reference.weights import LinearWeight, TernaryLinear, TernaryWeight
+from ...reference.weights import TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
 from .workspace import THREADS, Workspace
@@ -131,11 +131,6 @@ class TiledWeight(TernaryLinear):
     def plain(self) -> TernaryWeight:
         packed = pack_ternary(unpack_tiles(self.device.to_host(self.tiles), *self.shape))
         return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.name)
-
-
-def has_tiles(w: LinearWeight) -> TypeGuard[TiledWeight]:
-    """Whether fused kernels take the weight."""
-    return isinstance(w, TiledWeight)
 
 
 class TernaryKernels:
