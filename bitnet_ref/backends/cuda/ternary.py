@@ -205,7 +205,7 @@ class TernaryKernels:
     ) -> DeviceArray:
         """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale) + bias + residual (M, N).
 
-        For a stack, which takes no residual, y is as long, and `Stack.split` tells the results apart.
+        For a stack, which takes no residual, y is as long, and `stacks.split` tells the results apart.
         """
         if x_quant_scale.dtype != np.float32 or x_quant_scale.shape != (len(x_q), 1):
             got = f"{x_quant_scale.dtype} {x_quant_scale.shape}"
