@@ -101,7 +101,7 @@ class Backend(PlainBackend):
     dtypes: tuple[str, ...] = ("float32", "float64")
     cache_dtypes: tuple[str, ...] = ("float64", *CACHE_DTYPES)
     paths: tuple[str, ...] = ("ops",)  # names of the ways through a pass, the slowest and plainest first
-    weight_kinds: tuple[type, ...] = ()  # classes of the weights that `prepare` and `prepare_model` make
+    weight_kinds: tuple[type, ...] = ()  # of what `prepared_layout` names: the classes of prepared weights
     takes_ruled = True  # whether it multiplies by ggml's rule, `families/block_rule`
     screens_head = False  # whether `head_rows` can do without most rows of the head
 

@@ -197,10 +197,9 @@ class SplitBackend(Backend):
                 x = be.scale(x, cfg.embedding_scale, "hook_embed_scaled")
             wanted = placed.wanted if part is self.parts[-1] else None
             x = decoder_layers(be, x, w.layers[part.first : part.stop], own, ropes, placed, own_cache, wanted)
-            if part is self.parts[-1]:
-                return head_input(be, w, cfg, x)
-            x = be.to_host(x)
-        raise AssertionError("a split backend has parts")
+            if part is not self.parts[-1]:
+                x = be.to_host(x)
+        return head_input(self._last, w, cfg, x)
 
     def lm_head(self, x: Floats, w: LinearWeight) -> Floats:
         return self._last.lm_head(x, w)

@@ -23,12 +23,11 @@ from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
 from .constraint_limits import check_choices, check_grammar, check_regex, check_size, read_schema, run_with_stack
-from .guide_helper import split_by_longest, wrap_vocabulary
+from .guide_helper import STEP_S, split_by_longest, wrap_vocabulary
 from .params import GUIDES
 
 _NO_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # in a message of llguidance
 MAX_MESSAGE = 400  # characters of a message of llguidance
-MAX_STEP_S = 0.5  # processor time of one step
 
 
 class Constraint:
@@ -85,8 +84,8 @@ class Constraint:
         else:
             started_s = time.thread_time()
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            if (step_s := time.thread_time() - started_s) > MAX_STEP_S:  # the other requests wait for it
-                message = f"a step took {step_s:.1f} s, and at most {MAX_STEP_S:g} s are allowed; use a simpler one"
+            if (step_s := time.thread_time() - started_s) > STEP_S:  # the other requests wait for it
+                message = f"a step took {step_s:.1f} s, and at most {STEP_S:g} s are allowed; use a simpler one"
                 raise GenerationError(message, field=self.guide)
             bits = np.unpackbits(mask, bitorder="little")[: len(logits)]
             allowed[: len(bits)] = bits != 0

@@ -19,7 +19,8 @@ import click
 import numpy as np
 from commands import Script, device_option, draw_device, start
 
-from bitnet_ref.backends.cuda import Device, DeviceArray, DeviceGraph, open_device
+from bitnet_ref.backends.cuda import open_device
+from bitnet_ref.backends.cuda.device import Device, DeviceArray, DeviceGraph
 from bitnet_ref.backends.cuda.rows import linear_of_row, row_launch, takes_row
 from bitnet_ref.backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
 from bitnet_ref.backends.cuda.workspace import Arena, Workspace

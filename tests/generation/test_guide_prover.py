@@ -161,6 +161,6 @@ def test_two_vocabularies_and_several_threads(vocabulary, prover):
 def test_a_step_that_takes_long_ends_its_own_request(monkeypatch):
     from bitnet_ref.generation import constraints
 
-    monkeypatch.setattr(constraints, "MAX_STEP_S", -1.0)
+    monkeypatch.setattr(constraints, "STEP_S", -1.0)
     with pytest.raises(GenerationError, match="a step took"):
         bitnet_ref.load("storyteller").generate("Once", guided_regex="[a-z]+", max_tokens=2)

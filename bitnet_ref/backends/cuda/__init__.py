@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 
 from ...errors import BackendUnavailable
-from .device import Device, DeviceArray, DeviceGraph, Event, Kernel, MemoryInfo
-
-__all__ = ["Device", "DeviceArray", "DeviceGraph", "Event", "Kernel", "MemoryInfo", "device_count", "emulation_wanted"]
-__all__ += ["open_device", "why_unavailable"]
+from .device import Device
 
 VARIABLE = "BITNET_REF_CUDA"
 

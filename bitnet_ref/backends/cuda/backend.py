@@ -33,19 +33,19 @@ from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelW
 from ...system.options import BYTES
 from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
-from . import Device, open_device
+from . import open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables
 from .blocks import FusedLinears
 from .cache import DeviceBatch, DeviceKVCache, decodes, on_device
 from .dense import MAX_IN_ORDER, DenseKernels, DeviceDense
-from .device import INSTALL
+from .device import INSTALL, Device
 from .footprint import working_bytes
 from .groups import DeviceGroups, group_matmul, put_groups, take_group_rows, takes_groups
 from .select import select
 from .stacks import Stack, stack_linears, stack_of
 from .steps import RecordedStep
-from .ternary import TernaryKernels, TiledWeight, has_tiles
+from .ternary import TernaryKernels, TiledWeight
 from .workspace import Workspace
 
 # Tokens of a recorded step. A record keeps the intermediate arrays of the pass: for 128 tokens of 2B-4T some 0.5 GB.
@@ -68,7 +68,6 @@ class CupyBackend(Backend):
     dtypes = ("float32", "float16", "bfloat16")
     cache_dtypes = CACHE_DTYPES
     paths = ("ops", "blocks", "replayed")
-    weight_kinds = (TiledWeight, DeviceDense)
     takes_ruled = False
 
     def __init__(
@@ -259,7 +258,7 @@ class CupyBackend(Backend):
             q, k, v = self.linears(self.rms_norm(x, w.attn_norm), ws)
         q, k, v = split_heads(cfg, q, k, v)  # (N, H, d), (N, G, d), (N, G, d)
         z = self._attend_new(q, k, v, at, cfg.window_of(at.layer))  # (N, H, d)
-        if has_tiles(w.o_proj):
+        if isinstance(w.o_proj, TiledWeight):
             sub_norm = None if w.attn_sub_norm is None else self._norm(w.attn_sub_norm)
             return self._fused.norm_linear_add(z.reshape(-1, cfg.query_size), sub_norm, w.o_proj, x)  # (N, D)
         return self.add(x, attention_result(self, z, w))  # (N, D)
@@ -284,7 +283,7 @@ class CupyBackend(Backend):
         if (
             w.feed_forward_text is not None
             or stack is None
-            or not has_tiles(w.down_proj)
+            or not isinstance(w.down_proj, TiledWeight)
             or cfg.activation not in row_kernels.GATES
         ):
             return super().feed_forward(x, w, cfg)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .device import DeviceArray
 from .rows import GATES, Norm, linear_of_row, quantize, takes_row
-from .stacks import Stack
+from .stacks import Stack, split
 from .ternary import TernaryKernels, TiledWeight
 from .workspace import Workspace
 
@@ -25,9 +25,9 @@ class FusedLinears:
     def norm_linears(self, x: DeviceArray, norm: Norm, stack: Stack) -> tuple[DeviceArray, ...]:
         """The linears of a stack, of normed x (N, K).   -> (N, out) each"""
         if takes_row(x, stack.whole):
-            return stack.split(linear_of_row(self._ws, x, stack.whole, norm), 1)
+            return split(linear_of_row(self._ws, x, stack.whole, norm), 1, stack.parts)
         x_q, scale = quantize(self._ws, x, norm)
-        return stack.split(self._ternary.linear(x_q, scale, stack.whole), len(x))
+        return split(self._ternary.linear(x_q, scale, stack.whole), len(x), stack.parts)
 
     def norm_linear_add(self, x: DeviceArray, norm: Norm | None, w: TiledWeight, residual: DeviceArray) -> DeviceArray:
         """residual (N, out) + the linear of x (N, K), which is normed first if there is a norm.   -> (N, out)"""

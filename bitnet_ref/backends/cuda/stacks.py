@@ -29,10 +29,6 @@ class Stack:
     whole: Any  # a TiledWeight or DenseRows
     parts: tuple[int, ...]
 
-    def split(self, y: DeviceArray, tokens: int) -> tuple[DeviceArray, ...]:
-        """Splits y (tokens, sum of rows), of a launch over the stack, into one array for each matrix."""
-        return split(y, tokens, self.parts)
-
 
 @dataclass(frozen=True)
 class Member:
@@ -83,7 +79,7 @@ def starts_of(parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def split(y: DeviceArray, tokens: int, parts: Sequence[int]) -> tuple[DeviceArray, ...]:
-    """`Stack.split`"""
+    """Splits y (tokens, sum of rows), of a launch over a stack, into one array for each matrix."""
     y, ends = y.reshape(-1), accumulate(parts)
     return tuple(y[tokens * (end - n) : tokens * end].reshape(tokens, n) for n, end in zip(parts, ends, strict=True))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError
 from ...reference.quantization import pack_ternary
-from ...reference.weights import LinearWeight, TernaryLinear, TernaryWeight
+from ...reference.weights import TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
 from .workspace import THREADS, Workspace
@@ -133,11 +133,6 @@ class TiledWeight(TernaryLinear):
         return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.name)
 
 
-def has_tiles(w: LinearWeight) -> TypeGuard[TiledWeight]:
-    """Whether fused kernels take the weight."""
-    return isinstance(w, TiledWeight)
-
-
 class TernaryKernels:
     """The ternary product on a device. The first call of a size allocates room and compiles: call once before a
     capture."""
@@ -210,7 +205,7 @@ class TernaryKernels:
     ) -> DeviceArray:
         """x_q as for `matmul`, x_quant_scale (M, 1) -> y (M, N) = acc * (w_scale / x_scale) + bias + residual (M, N).
 
-        For a stack, which takes no residual, y is as long, and `Stack.split` tells the results apart.
+        For a stack, which takes no residual, y is as long, and `stacks.split` tells the results apart.
         """
         if x_quant_scale.dtype != np.float32 or x_quant_scale.shape != (len(x_q), 1):
             got = f"{x_quant_scale.dtype} {x_quant_scale.shape}"
