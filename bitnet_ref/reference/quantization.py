@@ -89,7 +89,8 @@ def pack_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
 
 def unpack_ternary(packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int8]:
     """packed (N, ceil(K/4)) uint8 -> w_t (N, K) int8, K = in_features."""
-    return _BYTE_TO_TERNARY[packed].reshape(len(packed), -1)[:, :in_features]
+    w_t: NDArray[np.int8] = np.take(_BYTE_TO_TERNARY, packed, axis=0)  # a tenth of the time of indexing with them
+    return w_t.reshape(len(packed), -1)[:, :in_features]
 
 
 def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int32]:
