@@ -122,6 +122,9 @@ KNOWN: dict[str, str] = {
     "formats/hf/packings.py: _CHUNK_VALUES = 1 << 22 -> _CHUNK_VALUES = 1 << (23)": (
         "how many values are read at a time"
     ),
+    "formats/gguf/tl.py _excess: cols = by_column.reshape(*loops, small_k).sum(axis=(0, 2), "
+    "dtype=np.float32).astype(np.float64) -> cols = (by_column.reshape(*loops, small_k).sum(axis=(0, "
+    "2))).astype(np.float64)": "the numbers are float32, and so is NumPy's own choice for their sum",
     # -- registry
     'formats/registry/names.py choose_files: listed = ", ".join((chosen or single)[:20]) or "none" -> '
     'listed = ", ".join((chosen or single)[:(21)]) or "none"': "how many names a message has",

@@ -27,7 +27,7 @@ from helpers import (
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats import hashes
-from bitnet_ref.formats.checkpoint import LoadOptions, read_weights, scale_convention
+from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import read_hf_config
 from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint, read_folder_config
@@ -209,6 +209,8 @@ def test_a_tensor_that_no_part_of_the_model_uses(tmp_path):
     bias = {f"{Q0}.bias": np.ones(16, np.float32)}
     check_error(write_checkpoint(tmp_path / "b", TINY, with_config(bias, TINY)), "no part of", field=f"{Q0}.bias")
     check_error(write_checkpoint(tmp_path / "c", {**TINY, "tie_word_embeddings": True}, tiny_tensors(TINY)), "differs")
+    with HfCheckpoint(tmp_path / "c") as checkpoint, pytest.raises(FormatError, match="differs"):
+        list(parts(checkpoint))  # as a conversion reads it
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from bitnet_ref.formats.gguf.i2_s import (
     LAYOUTS,
     LayoutEvidence,
     StaleTail,
+    _squared_z,
     fits_layout,
     i2_s_scale,
     pack_from_i2_s,
@@ -233,3 +234,11 @@ def test_what_is_compared_in_a_layer():
     with GgufCheckpoint(DATA / "gguf" / "i2_s.gguf") as checkpoint:
         evidence._compare_layouts(checkpoint.file, checkpoint.config, 0, checkpoint.norm, comparison)
     assert comparison.comparisons == 7 + 2
+
+
+def test_what_differs_from_block_to_block_is_no_evidence():
+    """Of 128 columns; a vector without whole blocks is one."""
+    steps, waves = np.repeat([0.0, 1.0, 5.0], 128), np.resize([0.0, 1.0], 384)
+    assert _squared_z(steps, steps) == 0.0
+    assert _squared_z(steps + waves, waves) == pytest.approx(384)
+    assert _squared_z(steps[:200], steps[:200]) == pytest.approx(200)

@@ -286,6 +286,7 @@ BAD = {
     "version 0": (edit_metadata("format_version", "0"), f"{META}.format_version", "whole number"),
     "version 01": (edit_metadata("format_version", "01"), f"{META}.format_version", "whole number"),
     "version ²": (edit_metadata("format_version", "²"), f"{META}.format_version", "whole number"),
+    "a version of ten digits": (edit_metadata("format_version", "9" * 10), f"{META}.format_version", "whole number"),
     "a long version": (edit_metadata("format_version", "9" * 5000), f"{META}.format_version", "whole number"),
     "no config": (edit_metadata("config", None), f"{META}.config", "absent"),
     "config no JSON": (edit_metadata("config", "{"), f"{META}.config", "JSON"),

@@ -224,6 +224,15 @@ def test_a_basis_that_is_not_whole_is_an_error(tmp_path):
     fails(
         "blocks of 256, and hadamard.json says 512", config | {"modules": [modules[0] | {"block": 256}, *modules[1:]]}
     )
+    for size in (2, 1, 48, 1024, 512.0):
+        blocks = config | {"modules": [each | {"block": each["block"] and size} for each in modules]}
+        sizes = keys | {f"{prefix}block_size": size}
+        if size == 2:
+            (folder / "config.json").write_text(json.dumps(blocks))
+            (folder / "hadamard.json").write_text(json.dumps(sizes))
+            bitnet_ref.load(folder, backend="numpy")
+        else:
+            fails(f"blocks of {size} are no power of two that divides", blocks, sizes)
     fails("gdn_activation_layout: expected 'grouped'", config | {"gdn_activation_layout": "tiled"})
     fails("schema_version", config | {"schema_version": 3})
     fails("names other matrices", keys=keys | {f"{prefix}weight_names": keys[f"{prefix}weight_names"][1:]})

@@ -182,6 +182,7 @@ BAD = {
     "two negatives make a plus": (raw_safetensors({"x": entry(shape=[-1, -2])}, X), "whole numbers", "x.shape"),
     "shape beyond 63 bits": (raw_safetensors({"x": entry(shape=[2**63])}, X), "whole numbers", "x.shape"),
     "rank of 9": (raw_safetensors({"x": entry(shape=[1] * 8 + [2])}, X), "at most 8", "x.shape"),
+    "2^63 bytes": (raw_safetensors({"x": entry(shape=[2**61])}, X), "no more than", "x.shape"),
     "product that wraps 64 bits": (raw_safetensors({"x": entry(shape=[2**62, 4, 2])}, X), "no more than", "x.shape"),
     "zero beside sizes no array has": (
         raw_safetensors({"x": entry(shape=[2**62, 2**62, 0], end=0)}),

@@ -251,6 +251,14 @@ def test_a_cached_beginning_is_counted(drive):
     assert now["kv_cache_usage_perc"] == 0.0
 
 
+def test_a_call_submits_no_more_than_run(drive):
+    driven, counts = drive(max_batch=2), []
+    for _ in driven.engine._submit_all(["Alice"] * 5, 0, None, {"max_tokens": 1}):
+        counts.append(driven.engine.unfinished)
+        driven.step(min(1, counts[-1]))  # without any it would sleep
+    assert counts == [2, 2, 1, 0, 0]
+
+
 def test_what_is_cancelled_says_how_far_it_came(drive):
     driven = drive(max_batch=1)
     one, two = (driven.engine.submit("Alice", max_tokens=50, ignore_eos=True) for _ in range(2))
@@ -360,11 +368,15 @@ def test_an_idle_engine_sleeps_until_a_paused_request_is_late(drive, monkeypatch
 
     def wait(timeout_s):
         waits.append(timeout_s)
-        driven.now_s += 2.0
+        driven.now_s += min(2.0, timeout_s)
+        assert len(waits) < 3
 
     monkeypatch.setattr(driven.worker, "_wait", wait)
     driven.step()
     assert waits == [2.5, 0.5]
+    assert not stream.done  # it is the last moment
+    driven.now_s += 0.001
+    driven.step()
     assert stream.done
     assert driven.engine.metrics.finished["timeout"] == 1
 

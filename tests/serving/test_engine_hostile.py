@@ -16,6 +16,7 @@ from helpers import GOLDEN, model
 import bitnet_ref
 from bitnet_ref.errors import (
     BackendUnavailable,
+    ContextOverflow,
     DeviceError,
     FormatError,
     GenerationError,
@@ -324,6 +325,20 @@ def test_a_device_that_fails_is_opened_again_and_the_texts_stay_the_same(name, o
         assert engine.model is not tiny
         assert engine.metrics.counters["backend_restarts"] == 1
         assert engine.metrics.finished["error"] == 0
+    check(engine)
+
+
+def test_a_request_that_fills_the_cache_goes_on_too(monkeypatch):
+    tiny = bitnet_ref.load(GOLDEN / "bitnet-packed-offline", backend="numpy", threads=1)
+    prompt, params = [5, 6, 7, 8, 9], {"max_tokens": 7, "temperature": 1.0, "seed": 3}
+    expected = gist(tiny.generate(prompt, **params))
+    with tiny.engine(max_batch=1, page_size=2, cache_tokens=12) as engine:
+        stream = engine.stream(prompt, **params)
+        next(stream)
+        failing(monkeypatch, tiny.backend).set()
+        assert gist(stream.result()) == expected
+        with pytest.raises(ContextOverflow, match=r"max_tokens is 8, but the engine's cache holds 12 of a request"):
+            engine.submit([*prompt], max_tokens=8)
     check(engine)
 
 
