@@ -517,6 +517,8 @@ class OutputFolder(click.Path):
         super().__init__(path_type=Path, file_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if not str(value).strip():
+            self.fail("expected a folder, got a blank name", param, ctx)
         path = Path(value)
         super().convert(path, param, ctx)
         if file := next((parent for parent in path.parents if parent.is_file()), None):
