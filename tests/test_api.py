@@ -16,6 +16,7 @@ import bitnet_ref
 from bitnet_ref import DeviceOptions, LoadOptions
 from bitnet_ref.api import LoadKeywords
 from bitnet_ref.backends.options import ComputeOptions
+from bitnet_ref.cli.generation_options import name_model
 from bitnet_ref.errors import (
     BackendError,
     BackendUnavailable,
@@ -372,6 +373,16 @@ def test_a_names_filter_of_a_wrong_type(names_filter):
 def test_a_cache_of_less_than_nothing(sizes):
     with pytest.raises(ShapeError, match="expected sizes of at least 0, got"):
         model(GOLDEN / "llama-dense").new_cache(*sizes)
+
+
+def test_an_empty_name_is_no_model(monkeypatch):
+    """It was the folder one is in: what a variable that was not set loaded depended on where."""
+    monkeypatch.chdir(GOLDEN / "llama-dense")
+    for load in (bitnet_ref.load, inspect_model, name_model):
+        for name in ("", "mine=") if load is name_model else ("",):
+            with pytest.raises(FormatError, match="expected a model's name or path, got an empty text"):
+                load(name)
+    assert bitnet_ref.load(".", backend="numpy").config.model_type == "llama"
 
 
 def test_filters_of_every_kind():

@@ -33,6 +33,7 @@ from .shell import (
     LoadingBar,
     OrderedGroup,
     OutputFile,
+    check_no_blank,
     common_options,
     make_table,
     report,
@@ -59,6 +60,7 @@ class _FileOrFolder(OutputFile):
     """A file to be written, or a folder for several: one that exists, or a name that ends in "/", which is made."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        check_no_blank(self, value, param, ctx)
         path = Path(value)
         if path.is_dir():
             return path

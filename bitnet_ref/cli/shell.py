@@ -489,17 +489,29 @@ class SectionedCommand(click.Command):
                 formatter.write_dl(records)
 
 
+def check_no_blank(kind: click.Path, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
+    """Usage error for a blank name to write, of a variable that was not set: Path takes it for the folder one is in."""
+    if not str(value).strip():
+        kind.fail("expected a name, got a blank one", param, ctx)
+
+
 class OutputPath(click.Path):
     """A file or folder to be written, which the command checks itself.   -> Path"""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        check_no_blank(self, value, param, ctx)
+        super().convert(value, param, ctx)
+        return Path(value)
+
 
 class OutputFile(OutputPath):
     """A file to be written. That it can be is checked before the work begins.   -> Path"""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        check_no_blank(self, value, param, ctx)
         path = Path(value)
         try:
             check_target(path)
@@ -517,6 +529,7 @@ class OutputFolder(click.Path):
         super().__init__(path_type=Path, file_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        check_no_blank(self, value, param, ctx)
         path = Path(value)
         super().convert(path, param, ctx)
         if file := next((parent for parent in path.parents if parent.is_file()), None):

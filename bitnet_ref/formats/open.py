@@ -44,6 +44,8 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     cache. Of a folder or repository with several files "NAME:Q2_0" or "NAME:FILE" means one. Never uses the network.
     """
     path = Path(model)
+    if not os.fspath(model):  # of a variable that was not set; Path takes it for the folder one is in
+        raise FormatError("expected a model's name or path, got an empty text")
     try:
         if path.exists():
             return path

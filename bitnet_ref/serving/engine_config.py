@@ -13,7 +13,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.options import ComputeOptions, DeviceOptions
 from ..errors import ConfigError, GenerationError
 from ..generation.defaults import recommended_sampling
-from ..generation.params import ALIASES, SamplingParams
+from ..generation.params import ALIASES, GUIDES, SamplingParams
 from ..system.json_file import read_toml
 from ..system.options import (
     BYTES,
@@ -155,8 +155,7 @@ class EngineConfig:
 
     def params(self, given: Mapping[str, Any]) -> SamplingParams:
         """The parameters of one request: the given ones over the defaults. Raises GenerationError."""
-        names = {ALIASES.get(name, name) for name in given}
-        params = SamplingParams.of(**{name: v for name, v in self.sampling.items() if name not in names}, **given)
+        params = SamplingParams.of(**self.over_defaults(given))
         if isinstance(params.speculate, LoadedModel):
             message = 'the engine takes "lookup" and no draft model; use model.generate or model.stream'
             raise GenerationError(message, field="speculate")
@@ -166,6 +165,17 @@ class EngineConfig:
                 message = f"expected at most {limit}, as max_batch and max_queue say, got {count}"
                 raise GenerationError(message, field=name)
         return params
+
+    def over_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The given parameters, and those of the defaults that go together with them."""
+        names = {ALIASES.get(name, name) for name in given}
+        if any(given.get(guide) not in (None, ()) for guide in GUIDES):
+            names.update(GUIDES)
+        if given.get("num_beams", 1) != 1:
+            names.add("speculate")  # which changes no text
+        if given.get("prompt_logprobs") is not None:
+            names.add("overflow")  # of the whole prompt
+        return {**{name: value for name, value in self.sampling.items() if name not in names}, **given}
 
     @classmethod
     def of(cls, **settings: Unpack[EngineOptions]) -> EngineConfig:

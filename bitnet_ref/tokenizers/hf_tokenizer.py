@@ -82,7 +82,8 @@ class HfTokenizer(Tokenizer):
             known, flags = present.get(token.content), _flags(token)
             if known is not None:
                 stated = flags if settings.flags_count and token.id is not None else known
-                flags = stated | {"special": known["special"] or token.special}
+                special = known["special"] or (token.special and token.content not in settings.listed)
+                flags = stated | {"special": special}
             if flags != known:
                 fresh.append((token, flags))
         # In the order of their ids: the library numbers a new token after the last one. All at once: a call for each

@@ -57,6 +57,7 @@ class TokenizerSettings:
     eos_ids: tuple[int, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
     flags_count: bool = False  # those of added tokens with ids, before what tokenizer.json says of them
+    listed: frozenset[str] = frozenset()  # special tokens in a list, which tokenizer.json may call not special
     chat_template: str | None = None
     tool_template: str | None = None  # the one named "tool_use": of conversations with tools
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # see `Tokenizer.recommended_sampling`
@@ -70,6 +71,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
     config, special_map = files.json_object(_CONFIG), files.json_object(_SPECIAL)
     added: dict[str, AddedToken] = {}
     named: dict[str, str | None] = {}
+    listed = set[str]()
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = None
         for name, table in ((_CONFIG, config), (_SPECIAL, special_map)):
@@ -82,7 +84,11 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
             added[token.content] = token
     for name, table in ((_SPECIAL, special_map), (_CONFIG, config)):
         with errors_at(files.path(name)):
-            for token in _more_specials(table):
+            for token, has_name in _more_specials(table):
+                if has_name:
+                    listed.discard(token.content)
+                elif token.content not in added:
+                    listed.add(token.content)
                 added.setdefault(token.content, token)
     with errors_at(files.path(_ADDED)):
         for content, value in files.json_object(_ADDED).items():
@@ -94,8 +100,9 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
             if earlier is not None and earlier.id not in (None, token.id):
                 message = f"{token.content!r} is token {token.id} here and {earlier.id} in {_ADDED}"
                 raise TokenizerError(message, field="added_tokens_decoder")
-            special = token.special or (earlier is not None and earlier.special)
-            added[token.content] = replace(token, special=special)
+            is_named = earlier is not None and earlier.special and token.content not in listed
+            added[token.content] = replace(token, special=token.special or is_named)
+            listed.discard(token.content)
         flags = {key: get_optional(config, key, bool) for key in _FLAGS}
     tables = {name: files.json_object(name) for name in ("generation_config.json", "config.json")}
     bos_ids, pad_ids, eos_ids = (_config_ids(files, tables, f"{name}_token_id") for name in ("bos", "pad", "eos"))
@@ -111,6 +118,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         eos_ids=eos_ids,
         added_tokens=tuple(added.values()),
         flags_count="added_tokens_decoder" in config,
+        listed=frozenset(listed),
         chat_template=_template(files, stated, _TEMPLATE, "default"),
         tool_template=_template(files, stated, TOOL_TEMPLATE, "tool_use"),
         sampling=_sampling(tables["generation_config.json"]),
@@ -134,13 +142,15 @@ def _added_token(value: Any, where: str, *, special: bool, number: int | None = 
     return AddedToken(content, number, **flags)
 
 
-def _more_specials(table: Mapping[str, Any]) -> list[AddedToken]:
-    """`additional_special_tokens` (transformers 4: a list) and `extra_special_tokens` (5: a list or an object)."""
+def _more_specials(table: Mapping[str, Any]) -> list[tuple[AddedToken, bool]]:
+    """`additional_special_tokens` (transformers 4: a list) and `extra_special_tokens` (5: a list or an object), and
+    whether each has a name. As in transformers, a list only adds tokens: it changes no flag of one that is there."""
     tokens = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         values = table.get(key) or []
-        values = list(values.values()) if isinstance(values, dict) else check_type(values, list, key)
-        tokens += [_added_token(value, f"{key}[{n}]", special=True) for n, value in enumerate(values)]
+        each = list(values.values()) if isinstance(values, dict) else check_type(values, list, key)
+        specials = [_added_token(value, f"{key}[{n}]", special=True) for n, value in enumerate(each)]
+        tokens += [(token, isinstance(values, dict)) for token in specials]
     return tokens
 
 

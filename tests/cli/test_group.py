@@ -182,6 +182,26 @@ def test_errors_are_one_message(args, code, words):
     assert issubclass(getattr(errors, facts["type"]), errors.BitNetRefError)
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("train", "x.toml", "--out"),
+        ("lab", "--no-launch", "--dir"),
+        ("convert", "storyteller", "--to", "hf-bf16"),
+        ("crossval", "record", "storyteller"),
+        ("embed", "x", "--out"),
+        ("golden",),
+    ],
+)
+def test_a_blank_name_is_not_written(args, monkeypatch, tmp_path):
+    """Of a variable that was not set: it was the folder one is in."""
+    monkeypatch.chdir(tmp_path)
+    for blank in ("", " "):
+        result = invoke(*args, blank)
+        assert (result.exit_code, "expected a name, got a blank one" in result.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 OUTPUTS = [
     ("crossval", "record", "no/such/model", "{}"),
     ("crossval", "backends", "no/such/model", "--receipt", "{}"),

@@ -716,6 +716,14 @@ def test_a_reply_has_room_where_the_prompt_is_cut(tmp_path):
         assert (chat["usage"]["completion_tokens"], message["usage"]["output_tokens"]) == (64, 64)
 
 
+def test_a_guide_of_a_request_replaces_the_servers(tmp_path):
+    with RunningServer({"talker": chat_folder(tmp_path)}, settings={"sampling": {"guided_choice": ["yes"]}}) as server:
+        guide = {"structured_outputs": {"regex": "no+"}, "max_tokens": 4}
+        chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **guide})[2]
+        text = server.post("/completion", {"prompt": "Alice", **guide})[2]["content"]
+        assert [each.rstrip("o") for each in (chat["choices"][0]["message"]["content"], text)] == ["n", "n"]
+
+
 def test_a_number_that_no_answer_can_repeat_is_refused(server):
     for body in (
         '{"input": "x", "metadata": {"a": 1e999}}',

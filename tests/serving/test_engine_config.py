@@ -122,6 +122,23 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
 
 
 @pytest.mark.parametrize(
+    ("default", "given", "left"),
+    [
+        ({"guided_regex": "a+"}, {"guided_choice": ["b"]}, {"guided_regex": None}),
+        ({"guided_regex": "a+"}, {"guided_choice": ()}, {"guided_regex": "a+"}),
+        ({"speculate": "lookup"}, {"num_beams": 2}, {"speculate": None}),
+        ({"speculate": "lookup"}, {}, {"speculate": "lookup"}),
+        ({"overflow": "truncate"}, {"prompt_logprobs": 1}, {"overflow": "error"}),
+        ({"overflow": "truncate"}, {"max_tokens": 2}, {"overflow": "truncate"}),
+    ],
+)
+def test_a_default_gives_way_to_what_a_request_says(default, given, left):
+    """Together they are refused, of one who has said both."""
+    params = EngineConfig(sampling=default).params(given)
+    assert {name: getattr(params, name) for name in left} == left
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"max_batch": 0}, "max_batch: expected a whole number from 1 to 65536, got 0"),

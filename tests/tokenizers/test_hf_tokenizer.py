@@ -221,6 +221,29 @@ def test_whose_flags_of_an_added_token_count(
     assert tokenizer.is_special(330) is special
 
 
+PLAIN = {"330": {"content": "plain added", "special": False}}
+
+
+@pytest.mark.parametrize(
+    ("config", "special"),
+    [
+        ({"eos_token": "plain added", "added_tokens_decoder": PLAIN}, True),
+        ({"extra_special_tokens": {"call": "plain added"}, "added_tokens_decoder": PLAIN}, True),
+        ({"additional_special_tokens": ["plain added"]}, False),
+        ({"extra_special_tokens": ["plain added"], "added_tokens_decoder": PLAIN}, False),
+        ({"additional_special_tokens": ["plain added"], "extra_special_tokens": {"call": "plain added"}}, True),
+        ({"additional_special_tokens": ["plain added"], "added_tokens_decoder": {"330": "plain added"}}, False),
+    ],
+)
+def test_what_makes_an_added_token_special(
+    byte_level_json: Table, config: Table, special: bool, tmp_path: Path
+) -> None:
+    """A name does, a list does not. As transformers 5.24 decodes."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level_json))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).is_special(330) is special
+
+
 def test_a_normalized_added_token_streams_as_it_decodes(llama_json: Table) -> None:
     table = copy.deepcopy(llama_json)
     size = len(table["model"]["vocab"])

@@ -128,7 +128,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     marks = (*(form.marks if tools is not None else ()), *((thinking.start, thinking.end) if thinking else ()))
     shown = [token for mark in marks if (token := tokenizer.token_to_id(mark)) is not None]
     params["shown_tokens"] = [*params.get("shown_tokens", ()), *shown]
-    sampling = SamplingParams.of(**{**engine.config.sampling, **params})
+    sampling = SamplingParams.of(**engine.config.over_defaults(params))
     if sampling.max_tokens is None:
         params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling, engine.cache.capacity)
     top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None

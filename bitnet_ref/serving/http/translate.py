@@ -38,7 +38,7 @@ def cut_tokens(asked: Asked, engine: Engine, writer: MakeWriter) -> Asked:
     if len(asked.prompts) != 1:
         raise RequestError("expected one", "prompt")
     prompt, asked.writer = asked.prompts[0], writer
-    sampling = SamplingParams.of(**{**engine.config.sampling, **asked.params})
+    sampling = SamplingParams.of(**engine.config.over_defaults(asked.params))
     window = ContextWindow.of(engine.model, sampling)
     tokens = len(engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     room = reply_room(window, tokens, engine.cache.capacity)
