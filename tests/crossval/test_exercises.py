@@ -1338,7 +1338,7 @@ CASES = {
         ],
         [
             Edit("[0, *right, *bug]", "np.r_[-1, np.sort(np.r_[right, bug])]"),
-            Edit("[0, *right, *bug]", "np.linspace(0, 30, 90001)"),
+            Edit("[0, *right, *bug]", "np.linspace(0, 30, 3001)"),
         ],
     ),
     "6.mend": Case(

@@ -1,5 +1,7 @@
 """One token out of one row of logits, against the definitions spelled out."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -74,6 +76,7 @@ def test_the_limits_of_many_tokens(limits, spread):
 SETS = [name for name, lacks in simd_variants().items() if lacks is None] if why_unavailable() is None else []
 
 
+@cache
 def kernel_draws():
     from bitnet_ref.backends.cpu.backend import CythonBackend
 
