@@ -125,6 +125,9 @@ KNOWN: dict[str, str] = {
     "formats/gguf/tl.py _excess: cols = by_column.reshape(*loops, small_k).sum(axis=(0, 2), "
     "dtype=np.float32).astype(np.float64) -> cols = (by_column.reshape(*loops, small_k).sum(axis=(0, "
     "2))).astype(np.float64)": "the numbers are float32, and so is NumPy's own choice for their sum",
+    "formats/native/model.py NativeCheckpoint.read_plane: self._check_padding(name, packed[:, -1] >> np.uint8(2 * (k % "
+    "4)), 0x55 >> 2 * (k % 4), k % 4) -> self._check_padding(name, packed[:, -1] >> np.uint8(2 * (k % 4)), (86) >> 2 * "
+    "(k % 4), k % 4)": "the two bits that differ are shifted out",
     # -- registry
     'formats/registry/names.py choose_files: listed = ", ".join((chosen or single)[:20]) or "none" -> '
     'listed = ", ".join((chosen or single)[:(21)]) or "none"': "how many names a message has",
