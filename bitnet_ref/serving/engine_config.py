@@ -175,7 +175,11 @@ class EngineConfig:
             names.add("speculate")  # which changes no text
         if given.get("prompt_logprobs") is not None:
             names.add("overflow")  # of the whole prompt
-        return {**{name: value for name, value in self.sampling.items() if name not in names}, **given}
+        defaults = {name: value for name, value in self.sampling.items() if name not in names}
+        limit, least = given.get("max_tokens"), defaults.get("min_tokens", 0)
+        if isinstance(limit, int) and 0 < limit < least:
+            defaults["min_tokens"] = limit
+        return {**defaults, **given}
 
     @classmethod
     def of(cls, **settings: Unpack[EngineOptions]) -> EngineConfig:

@@ -164,11 +164,12 @@ def test_usage_of_several_texts_of_a_prompt(client, running, prompts, limits):
 
 
 def test_the_form_of_the_answer_is_the_requests_alone(tmp_path):
-    body = {"model": "talker", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
-    settings = {"sampling": {"n": 2, "echo": True}}
-    with RunningServer({"talker": chat_folder(tmp_path)}, settings=settings) as server:
+    body = {"model": "talker", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "seed": 1}
+    settings = {"sampling": {"n": 64, "echo": True}}  # more than the batch has room for
+    with RunningServer({"talker": chat_folder(tmp_path)}, settings=settings, verify=True) as server:
         _, _, answer = server.post("/v1/chat/completions", body)
         _, _, asked = server.post("/v1/chat/completions", {**body, "n": 2})
+        assert server.post("/v1/verify", {"request": body, "answer": answer})[2]["verdict"] == "equal"
     assert [len(each["choices"]) for each in (answer, asked)] == [1, 2]
     assert answer["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
     assert "Hello" not in answer["choices"][0]["message"]["content"]

@@ -76,10 +76,10 @@ class Asked:
         texts = len(self.prompts) * self.params.get("n", 1)
         if texts > engine.config.max_queue:
             raise RequestError(f"{texts} texts are more than this server's queue holds", "prompt")
-        prove_guide(engine.config.params(self.params), engine.model.vocabulary)
+        params = {"n": 1, "echo": False, **self.params}  # the form of the answer is the request's alone
+        prove_guide(engine.config.params(params), engine.model.vocabulary)
         choices: list[Choice] = []
-        form = {"n": 1, "echo": False}  # of the answer, which the request alone decides
-        options: dict[str, Any] = {"priority": self.priority, "timeout_s": timeout_s, **form, **self.params}
+        options: dict[str, Any] = {"priority": self.priority, "timeout_s": timeout_s, **params}
         beams = self.params.get("n", 1) if self.params.get("num_beams", 1) > 1 else 0
         try:
             for prompt in self.prompts:

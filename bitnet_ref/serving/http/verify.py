@@ -151,7 +151,7 @@ class Recomputation:
             self.asked = READERS[self.path](body, name, engine, chat_template)
             if seed is not None and "seed" not in engine.config.sampling:
                 self.asked.params.setdefault("seed", seed)
-            sampling = engine.config.params(self.asked.params)
+            sampling = engine.config.params({"n": 1, **self.asked.params})
         except BitNetRefError as error:
             raise CannotCheck(f"the request is refused: {describe_failure(error)[1]['error']['message']}") from error
         self.asked.fingerprint = self.fingerprint
