@@ -157,7 +157,7 @@ class PagedKVCache(KVCache):
         """(page, offset in it) of the tokens at those slots and positions (N,). Raises ShapeError."""
         indices = positions // self.page_size
         pages = self.page_table[slots, indices]
-        if not self.is_fixed and len(pages) and not 0 <= pages.min() <= pages.max() < self.pages:
+        if len(pages) and not 0 <= pages.min() <= pages.max() < self.pages:
             i = int(np.flatnonzero((pages < 0) | (pages >= self.pages))[0])
             self._check_pages(int(slots[i]), int(positions[i]), int(positions[i]) + 1)
         return pages, positions - indices * self.page_size
@@ -223,8 +223,6 @@ class PagedKVCache(KVCache):
 
     def _read(self, index: tuple[Any, ...], inside: slice) -> tuple[Floats, Floats]:
         """Keys and values at the index as floats. inside: rows of several pages laid end to end."""
-        if inside == slice(None) and self.dtype.itemsize > 2:
-            return self.keys[index], self.values[index]
 
         def rows(pool: Array) -> Array:
             part: Array = pool[index]
