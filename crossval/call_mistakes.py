@@ -24,7 +24,7 @@ import numpy as np
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.observe import observe
-from bitnet_ref.backends.paged_cache import PagedKVCache
+from bitnet_ref.backends.paged_cache import EngineKVCache
 from bitnet_ref.backends.record import Recorder
 from bitnet_ref.crossval.calls import placed_by_calls
 from bitnet_ref.crossval.compare import compare
@@ -69,7 +69,7 @@ class Mistake:
 class Decoder(Backend):
     """The reference with a mistake. `start`, `end`: of the call that is computed.   offset: tokens in front."""
 
-    def __init__(self, model: Any, mistake: Mistake, other: PagedKVCache | None = None, offset: int = 0) -> None:
+    def __init__(self, model: Any, mistake: Mistake, other: EngineKVCache | None = None, offset: int = 0) -> None:
         super().__init__("float32", 1)
         self.model, self.mistake, self.other, self.offset = model, mistake, other, offset
         self.start = self.end = 0

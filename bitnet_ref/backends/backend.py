@@ -25,7 +25,7 @@ from ..reference.weights import LinearWeight, ModelWeights
 from ..system.forks import ForkLock
 from ..system.memory import available_bytes, memory_bytes
 from ..system.threads import resolve_threads
-from .paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
+from .paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache, PagedKVCache
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
@@ -235,9 +235,12 @@ class Backend(PlainBackend):
             raise ShapeError(f"backend {self.name}", expected=expected, got=repr(chosen))
         return chosen
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> PagedKVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         """An empty KV cache that this backend's ops append to and read. Raises ShapeError, OutOfMemory."""
-        return PagedKVCache(config, spec, np.dtype(self.choose_cache_dtype(spec.dtype)))
+        dtype = np.dtype(self.choose_cache_dtype(spec.dtype))
+        if spec.page_size is None and spec.pages is None and dtype.itemsize > 2:
+            return EngineKVCache(config, spec.slots, spec.capacity, dtype)
+        return PagedKVCache(config, spec, dtype)
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes in use and bytes free where the arrays lie; here the process and the host. None where unknown."""

@@ -26,7 +26,7 @@ from ..system.forks import ForkLock
 from ..system.lazy import lazy_property
 from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
-from .paged_cache import CacheSpec, PagedKVCache
+from .paged_cache import CacheSpec, EngineKVCache
 from .record import NamesFilter, Recorder, check_matched
 from .run import Logits, TokenLogits, run, run_greedy, run_hidden
 
@@ -253,7 +253,7 @@ class LoadedModel:
         dtype: str | None = None,
         page_size: int | None = None,
         pages: int | None = None,
-    ) -> PagedKVCache:
+    ) -> EngineKVCache:
         """An empty KV cache, in `cache_dtype` unless another dtype is given. See `CacheSpec`."""
         if self.is_closed:
             raise BackendError(_CLOSED)

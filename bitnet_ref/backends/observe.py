@@ -21,7 +21,7 @@ from ..reference.layers import Array, Floats
 from ..reference.model import BlockPlace
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from .backend import Backend, HeadNeed, HeadRows
-from .paged_cache import CacheSpec, PagedKVCache
+from .paged_cache import CacheSpec, EngineKVCache
 from .split import SplitBackend
 
 PATHS = ("ops", "blocks", "replayed")
@@ -185,5 +185,5 @@ class Observed(Backend):
     def synchronize(self) -> None:
         self.inner.synchronize()
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> PagedKVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         return self.inner.new_cache(config, spec)

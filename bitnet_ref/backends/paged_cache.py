@@ -1,4 +1,4 @@
-"""The KV cache of engines, in pages (PagedAttention, Kwon et al. 2023); dtypes at rest.
+"""KV caches whose sequences can be copied; one in pages (PagedAttention, Kwon et al. 2023); dtypes at rest.
 
 float32 is the contract: it stores what was computed. With a narrow dtype the model is, strictly, another one, so it is
 never a default; `bitnet-ref bench cache` measures its effect on a text.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..errors import NumericsError, OutOfMemory, ShapeError
 from ..families import family_of
@@ -24,7 +24,6 @@ from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
 
 NO_PAGE = -1
-FLOAT32 = np.dtype(np.float32)
 CACHE_DTYPES = ("float32", "float16", "int8")
 MIN_ABSMAX = np.float32(1e-30)  # for a row of zeros, whose scale is a divisor
 
@@ -45,9 +44,67 @@ class CacheSpec:
     pages: int | None = None
 
 
-class PagedKVCache(KVCache):
-    """A pool of pages, and a table that says which page holds which positions of a slot. It can copy sequences, and has
-    what some families keep beside keys and values.
+class EngineKVCache(KVCache):
+    """The reference's cache, with copies of sequences, and with what some families keep beside keys and values."""
+
+    def __init__(self, config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike = np.float32) -> None:
+        """Raises OutOfMemory."""
+        try:
+            super().__init__(config, slots, capacity, dtype)
+        except (MemoryError, ValueError) as error:
+            message = f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory"
+            raise OutOfMemory(f"{message}; ask for fewer tokens or fewer prompts at a time") from error
+        self.states = family_of(config).new_states(config, slots, np.dtype(dtype))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of keys and values at rest."""
+        return self.keys.dtype
+
+    @property
+    def layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved, used or not."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token, all layers together."""
+        return self.nbytes // max(1, self.slots * self.capacity)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether slots have states beside their keys and values."""
+        return self.states is not None
+
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[Floats, Floats]:
+        """Keys and values (N, G, d) of the batch's tokens, as attention reads them after `append`."""
+        return self.keys[layer, batch.slots, batch.positions], self.values[layer, batch.slots, batch.positions]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Give each target slot the first `length` tokens of its source slot, all at the same time."""
+        for pool in (self.keys, self.values):
+            pool[:, list(targets), :length] = pool[:, list(sources), :length]
+        if self.states is not None:
+            self.states.copy(sources, targets)
+
+    def take_over(self, other: EngineKVCache, length: int) -> None:
+        """Give each slot the first `length` tokens of the same slot of another cache of the same kind."""
+        self.keys[:, :, :length] = other.keys[:, :, :length]
+        self.values[:, :, :length] = other.values[:, :, :length]
+        if self.states is not None:
+            self.states.take_over(other.states)
+
+    def resumable(self, slot: int, length: int) -> int:
+        """How many of the first `length` tokens of a slot a later pass can build on."""
+        return length if self.states is None else int(self.states.resumable(slot, length))
+
+
+class PagedKVCache(EngineKVCache):
+    """A pool of pages, and a table that says which page holds which positions of a slot.
 
     keys, values: (L, pages, page_size, G, d), the pool.
     key_scales, value_scales: (L, pages, page_size, G) float32, the dequantisation scales of int8; None for other
@@ -58,7 +115,7 @@ class PagedKVCache(KVCache):
     The order of the pages does not change results: the same keys in the same order give the same bits.
     """
 
-    def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: np.dtype = FLOAT32) -> None:
+    def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: np.dtype) -> None:
         """dtype: of the stored numbers, which the backend derived from spec.dtype. Raises ShapeError, OutOfMemory."""
         if (spec.page_size is None and spec.pages is not None) or (spec.page_size is not None and spec.page_size < 1):
             got = f"page_size {spec.page_size}, pages {spec.pages}"
@@ -75,7 +132,7 @@ class PagedKVCache(KVCache):
             self.key_scales: NDArray[np.float32] | None = None
             self.value_scales: NDArray[np.float32] | None = None
             if dtype == np.int8:
-                self.key_scales, self.value_scales = (self._empty(shape[:-1], FLOAT32) for _ in range(2))
+                self.key_scales, self.value_scales = (self._empty(shape[:-1], np.dtype(np.float32)) for _ in range(2))
             self.page_table: NDArray[np.int32] = np.full((spec.slots, pages_per_slot), NO_PAGE, dtype=np.int32)
         except (MemoryError, ValueError) as error:
             size = f"{spec.slots} sequences of {spec.capacity} tokens"
@@ -98,32 +155,12 @@ class PagedKVCache(KVCache):
         return [a for a in (self.keys, self.values, self.key_scales, self.value_scales) if a is not None]
 
     @property
-    def dtype(self) -> np.dtype:
-        """The dtype of keys and values at rest."""
-        return self.keys.dtype
-
-    @property
-    def layers(self) -> int:
-        return len(self.keys)
-
-    @property
     def nbytes(self) -> int:
-        """Bytes reserved, used or not."""
         return sum(pool.nbytes for pool in self.pools)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token, all layers together."""
         return self.nbytes // max(1, self.pages * self.page_size)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether slots have states beside their keys and values."""
-        return self.states is not None
-
-    def resumable(self, slot: int, length: int) -> int:
-        """How many of the first `length` tokens of a slot a later pass can build on."""
-        return length if self.states is None else int(self.states.resumable(slot, length))
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -173,7 +210,6 @@ class PagedKVCache(KVCache):
             self.key_scales[index], self.value_scales[index] = key_scales, value_scales
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Give each target slot the first `length` tokens of its source slot, all at the same time."""
         moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
         if moves and length > 0:
             old, new = (self.pages_of(list(slots), 0, length) for slots in zip(*moves, strict=True))
@@ -190,8 +226,8 @@ class PagedKVCache(KVCache):
             for pool in self.pools:
                 pool[:, target] = pool[:, source]
 
-    def take_over(self, other: PagedKVCache, length: int) -> None:
-        """Give each slot the first `length` tokens of the same slot of another cache of the same kind."""
+    def take_over(self, other: EngineKVCache, length: int) -> None:
+        assert isinstance(other, PagedKVCache)
         slots, positions = np.divmod(np.arange(self.slots * length), max(1, length))
         to, source = self.places_of(slots, positions), other.places_of(slots, positions)
         for mine, theirs in zip(self.pools, other.pools, strict=True):
@@ -208,7 +244,6 @@ class PagedKVCache(KVCache):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def stored(self, layer: int, batch: TokenBatch) -> tuple[Floats, Floats]:
-        """Keys and values (N, G, d) of the batch's tokens, as attention reads them after `append`."""
         index = (layer, *self.places_of(batch.slots, batch.positions))
         return self._read(index, slice(None))
 

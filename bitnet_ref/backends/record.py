@@ -49,7 +49,7 @@ from ..reference.layers import Array, Floats
 from ..reference.weights import LayerWeights, LinearWeight, Norm, TernaryLinear
 from .backend import Backend
 from .observe import Call, ObservedStep
-from .paged_cache import PagedKVCache
+from .paged_cache import EngineKVCache
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 LOGITS = "lm_head.hook_out"
@@ -233,7 +233,7 @@ class Recorder:
         window: int | None,
     ) -> Any:
         attn, host = step.name.removesuffix(".hook_z"), batch.on_host
-        assert isinstance(cache, PagedKVCache)
+        assert isinstance(cache, EngineKVCache)
         self.keep(f"{attn}.hook_v", cache.stored(layer, host)[1])
         if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
             self.keep_pattern(attn, self.be.to_host(q), cache, host, layer, window)

@@ -27,7 +27,7 @@ from ..reference.layers import Array, Floats
 from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 from .backend import Backend, DrawRule, HeadNeed, HeadRows
-from .paged_cache import CacheSpec, PagedKVCache
+from .paged_cache import CacheSpec, EngineKVCache, PagedKVCache
 
 ROUND_CAPACITY_TO = 256  # tokens, as a card's cache does, so that all parts have pages of one size
 
@@ -97,7 +97,7 @@ class SplitKVCache(PagedKVCache):
         for part in self.parts:
             part.copy_pages(sources, targets)
 
-    def take_over(self, other: PagedKVCache, length: int) -> None:
+    def take_over(self, other: EngineKVCache, length: int) -> None:
         assert isinstance(other, SplitKVCache)
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.take_over(theirs, length)
@@ -229,14 +229,14 @@ class SplitBackend(Backend):
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> PagedKVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         if spec.page_size is None:
             size = max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page per slot
             spec = replace(spec, page_size=size)
         of_layers = family_of(config).of_layers
         configs = [of_layers(config, range(part.first, part.stop)) for part in self.parts]
         caches = [part.backend.new_cache(own, spec) for part, own in zip(self.parts, configs, strict=True)]
-        return SplitKVCache(caches)
+        return SplitKVCache([cache for cache in caches if isinstance(cache, PagedKVCache)])
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes in use: None, since there are several memories. Bytes free for something that grows on all layers

@@ -18,7 +18,7 @@ from ..backends import Backend
 from ..backends.backend import plain_weights
 from ..backends.loaded import LoadedModel
 from ..backends.observe import Call, ObservedStep, observe
-from ..backends.paged_cache import CacheSpec, PagedKVCache
+from ..backends.paged_cache import CacheSpec, EngineKVCache
 from ..backends.record import Recorder, sibling
 from ..backends.run import run
 from ..families.linear_norms import model_norms
@@ -44,7 +44,7 @@ def teacher_forced(reference: LoadedModel, candidate: LoadedModel, tokens: Seque
     ids, cfg = reference.check_tokens(tokens), reference.config
     comparison = Comparison(mode="teacher-forced", tokens=len(ids), layers=cfg.num_hidden_layers)
     be, weights = Backend("float32", reference.backend.threads), plain_weights(reference.weights)
-    batch, cache = TokenBatch.of([(0, 0, ids)]), PagedKVCache(cfg, CacheSpec(1, len(ids)))
+    batch, cache = TokenBatch.of([(0, 0, ids)]), EngineKVCache(cfg, slots=1, capacity=len(ids))
     with candidate.backend.running():
         run(observe(be, _Teacher(_Side(be, weights, cfg, batch), candidate, comparison)), weights, cfg, batch, cache)
     return comparison

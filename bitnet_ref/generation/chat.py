@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..backends.paged_cache import PagedKVCache
+from ..backends.paged_cache import EngineKVCache
 from ..errors import ContextOverflow, GenerationError
 from .generate import TokenStream, check_streamable, generate_chunks
 from .overflow import ContextWindow
@@ -41,11 +41,11 @@ class PrefixCache:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._cache: PagedKVCache | None = None
+        self._cache: EngineKVCache | None = None
         self._digest = ""  # of the adapter that computed it
         self._ids: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
-    def take(self, prompt: NDArray[np.int64], capacity: int, digest: str = "") -> tuple[PagedKVCache, int]:
+    def take(self, prompt: NDArray[np.int64], capacity: int, digest: str = "") -> tuple[EngineKVCache, int]:
         """A cache for `capacity` tokens, and how many tokens of the prompt it holds: never the last one, whose logits
         must be computed. The cache is forgotten beyond those until `keep`. digest: of the prompt's adapter."""
         shorter = min(len(self._ids), len(prompt) - 1) if digest == self._digest else 0

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from ..backends.loaded import LoadedModel
-from ..backends.paged_cache import PagedKVCache
+from ..backends.paged_cache import EngineKVCache
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..reference.cache import TokenIds
@@ -126,7 +126,7 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
 
 
 def generate_chunks(
-    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: PagedKVCache | None = None
+    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: EngineKVCache | None = None
 ) -> Generator[StreamChunk, None, None]:
     """The chunks of all rows, step by step: first the prompts, then one step for each new token of all unfinished rows.
 
@@ -145,7 +145,7 @@ class OwnRows(Stepper[Continuation]):
     """The rows of one call, stepped in the caller's thread. All rows take part in each step."""
 
     def __init__(
-        self, model: LoadedModel, cache: PagedKVCache, groups: list[list[Continuation]], stats: GenerationStats
+        self, model: LoadedModel, cache: EngineKVCache, groups: list[list[Continuation]], stats: GenerationStats
     ) -> None:
         super().__init__(model, cache)
         self.stats, self.times = stats, StepTimes()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, TypeVar
 
-from ..backends.paged_cache import PagedKVCache
+from ..backends.paged_cache import EngineKVCache
 from ..errors import count_of
 from .overflow import Spans
 
@@ -121,7 +121,7 @@ class GenerationStats:
     cache_bytes_per_token: int = 0
     head_rows: int = 0  # logits computed to choose all tokens
 
-    def describe(self, cache: PagedKVCache) -> None:
+    def describe(self, cache: EngineKVCache) -> None:
         """Note the cache's dtype and bytes per token."""
         self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 

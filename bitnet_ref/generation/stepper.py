@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
-from ..backends.paged_cache import PagedKVCache
+from ..backends.paged_cache import EngineKVCache
 from ..backends.run import TokenLogits
 from ..errors import NumericsError
 from ..reference.cache import KVCache, TokenBatch, TokenIds
@@ -116,7 +116,7 @@ class Stepper(Generic[RowT]):
     verified: the drafts of the last step, if each row took part in it with one token and drafts; else None.
     """
 
-    def __init__(self, model: LoadedModel, cache: PagedKVCache, bell: NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, model: LoadedModel, cache: EngineKVCache, bell: NDArray[np.uint8] | None = None) -> None:
         """bell (1,): 1 ends several steps in a row after the present one."""
         self.model, self.cache = model, cache
         self.bell = np.zeros(1, dtype=np.uint8) if bell is None else bell

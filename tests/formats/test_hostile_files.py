@@ -16,13 +16,12 @@ from bitnet_ref.cli.generation_options import content_of
 from bitnet_ref.crossval.receipt import read_receipt
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import BitNetRefError, FormatError
-from bitnet_ref.formats.checkpoint import EMBEDDING_FILES, check_room
+from bitnet_ref.formats.checkpoint import EMBEDDING_FILES, LENGTH_FILE, PROMPTS_FILE, check_room
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.tl_tiles import read_kernel_config
 from bitnet_ref.formats.hashes import file_hash
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
-from bitnet_ref.generation.embed import published_prompts
 from bitnet_ref.inspection import inspect_model, show_tensor
 from bitnet_ref.serving import EngineConfig
 from bitnet_ref.system.atomic import remove_leftovers
@@ -143,12 +142,15 @@ def test_every_file_of_a_folder(kind, tmp_path):
         assert not folder.with_suffix(".bitnet.safetensors").exists()
 
 
+@pytest.mark.parametrize("name", [PROMPTS_FILE, LENGTH_FILE])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_prompts_beside_a_model(kind, tmp_path):
-    (tmp_path / "m").mkdir()
-    kind(tmp_path / "m" / EMBEDDING_FILES[-1], tmp_path / "outside")
-    with pytest.raises(BitNetRefError, match="config_sentence"):
-        published_prompts(tmp_path / "m")
+def test_what_embed_reads_beside_a_model(kind, name, tmp_path):
+    model = bitnet_ref.load("storyteller", backend="numpy")
+    model.path = tmp_path / "m"
+    model.path.mkdir()
+    kind(model.path / name, tmp_path / "outside")
+    with pytest.raises(BitNetRefError, match=name):
+        model.embed("Alice")
 
 
 def test_links_within_the_folder_are_files_of_it(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, model, rng
 
-from bitnet_ref.backends.paged_cache import CacheSpec, PagedKVCache
+from bitnet_ref.backends.paged_cache import EngineKVCache
 from bitnet_ref.errors import OutOfMemory, ShapeError
 from bitnet_ref.reference.cache import KVCache, TokenBatch
 
@@ -34,7 +34,7 @@ def test_logits_of_last():
 
 
 def filled(batch, slots=2, capacity=8):
-    cache = PagedKVCache(CONFIG, CacheSpec(slots, capacity))
+    cache = EngineKVCache(CONFIG, slots, capacity)
     k, v = (rng(i).standard_normal((len(batch), 2, 32)).astype(np.float32) for i in (1, 2))
     for layer in range(2):
         cache.append(layer, batch, k + layer, v - layer)
@@ -53,7 +53,7 @@ def test_what_a_token_sees():
 
 
 def test_dtype_and_size():
-    cache = PagedKVCache(CONFIG, CacheSpec(3, 10))
+    cache = EngineKVCache(CONFIG, slots=3, capacity=10)
     assert cache.keys.dtype == cache.values.dtype == np.float32
     assert cache.nbytes == 2 * 2 * 3 * 10 * 2 * 32 * 4
     assert KVCache(CONFIG, 1, 1, np.float64).keys.dtype == np.float64
@@ -78,7 +78,7 @@ def test_keys_of_another_shape_are_not_broadcast(shape):
 @pytest.mark.parametrize("capacity", [10**15, 10**30])
 def test_a_cache_that_does_not_fit_in_memory(capacity):
     with pytest.raises(OutOfMemory, match="KV cache"):
-        PagedKVCache(CONFIG, CacheSpec(10, capacity))
+        EngineKVCache(CONFIG, 10, capacity)
 
 
 def test_what_attention_reads_back():
@@ -92,7 +92,7 @@ def test_what_attention_reads_back():
 def test_a_larger_cache_takes_over():
     batch = TokenBatch.of([(0, 0, [0] * 8), (1, 0, [0] * 8)])
     small, _, _ = filled(batch)
-    large = PagedKVCache(CONFIG, CacheSpec(2, 20))
+    large = EngineKVCache(CONFIG, 2, 20)
     large.take_over(small, 6)
     for slot in (0, 1):
         for mine, theirs in zip(large.visible(1, slot, 5, None), small.visible(1, slot, 5, None), strict=True):
@@ -100,12 +100,12 @@ def test_a_larger_cache_takes_over():
 
 
 def test_bytes_per_token():
-    assert PagedKVCache(CONFIG, CacheSpec(3, 10)).bytes_per_token == 2 * 2 * 2 * 32 * 4
+    assert EngineKVCache(CONFIG, 3, 10).bytes_per_token == 2 * 2 * 2 * 32 * 4
 
 
 def test_slots_are_copied_all_at_the_same_time():
     """A beam may continue another one, which moves as well: what a slot gets is what its source held before."""
-    cache = PagedKVCache(CONFIG, CacheSpec(3, 4))
+    cache = EngineKVCache(CONFIG, slots=3, capacity=4)
     cache.keys[:] = cache.values[:] = np.arange(3, dtype=np.float32)[None, :, None, None, None]
     cache.copy([1, 0, 1], [0, 1, 2], 2)
     for held in (cache.keys, cache.values):

@@ -46,7 +46,7 @@ from ...reference.weights import (
 )
 from ...system.threads import check_team
 from ..backend import Backend, DrawRule, GreedyRun, GreedySteps, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from .extension import (
     TABLE_TOKENS,
     _cpu,
@@ -246,7 +246,7 @@ class CythonBackend(KernelBackend):
         check_team(self.threads)
         return nullcontext()  # the kernels get their thread count with each call, and no BLAS runs beside them
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> PagedKVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         return KernelKVCache(config, spec, np.dtype(self.choose_cache_dtype(spec.dtype)))
 
     def hidden(

@@ -32,7 +32,7 @@ from ...reference.ops import check_attention, check_dequantize, check_norm, chec
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from ...system.options import BYTES
 from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from . import open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables
@@ -233,7 +233,7 @@ class CupyBackend(Backend):
         fits = working_bytes(config, MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS) <= free // 4
         return MAX_PROMPT_TOKENS if fits else super().prompt_tokens(config)
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> PagedKVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         kind = self.precision if spec.dtype is None else self.choose_cache_dtype(spec.dtype)
         return DeviceKVCache(self.ws, config, spec, kind)
 

@@ -16,7 +16,7 @@ from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.layers import Array, Floats
 from ...system.lazy import lazy_property
-from ..paged_cache import CacheSpec, PagedKVCache, widen
+from ..paged_cache import CacheSpec, EngineKVCache, PagedKVCache, widen
 from .device import DeviceArray
 from .rows import threads_of
 from .workspace import Workspace
@@ -238,7 +238,7 @@ class DeviceKVCache(PagedKVCache):
         with self._ws.device.use():
             super().copy_pages(sources, targets)
 
-    def take_over(self, other: PagedKVCache, length: int) -> None:
+    def take_over(self, other: EngineKVCache, length: int) -> None:
         assert isinstance(other, DeviceKVCache)
         for slot in range(self.slots):
             position = 0

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ...backends.backend import Backend
 from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
-from ...backends.paged_cache import CacheSpec, PagedKVCache
+from ...backends.paged_cache import EngineKVCache
 from ...backends.record import Recorder
 from ...reference.cache import TokenBatch
 from ...reference.layers import Array
@@ -82,7 +82,7 @@ class _Run:
     flips: list[Flip] = field(default_factory=list)
     near: dict[int, list[Flip]] = field(default_factory=dict)
     streams: dict[int, Array] = field(default_factory=dict)
-    cache: PagedKVCache | None = None
+    cache: EngineKVCache | None = None
 
 
 class _FlipSearch:
@@ -149,7 +149,7 @@ class _FlipSearch:
         errors = _row_errors(theirs, mine[-len(theirs) :])
         noisy = []
         for seed in range(_NOISY_RUNS):
-            cache = PagedKVCache(self.setting.config, CacheSpec(1, tokens))
+            cache = EngineKVCache(self.setting.config, slots=1, capacity=tokens)
             done = self._pass(run.flips, cache, 0, tokens, first.name, noise=np.random.default_rng(seed))
             noisy.append(_row_errors(done.seen[first.name].reshape(mine.shape), mine))
         if len(theirs) == 1:
@@ -246,7 +246,7 @@ class _FlipSearch:
         run.flips += added
         start = min((flip.token for flip in added), default=0)
         if run.cache is None or run.cache.has_states:
-            start, run.cache = 0, PagedKVCache(config, CacheSpec(1, len(tokens)))
+            start, run.cache = 0, EngineKVCache(config, slots=1, capacity=len(tokens))
         done = self._pass(run.flips, run.cache, start, len(tokens))
         for name, rows in done.seen.items():
             _rows_from(start, name, run.tensors.setdefault(name, rows))[...] = rows
@@ -262,7 +262,7 @@ class _FlipSearch:
         assert cache is not None
         flips = [*base.flips, *made]
         if cache.has_states:  # which cannot go back
-            start, layer, cache = 0, 0, PagedKVCache(self.setting.config, CacheSpec(1, token + 1))
+            start, layer, cache = 0, 0, EngineKVCache(self.setting.config, slots=1, capacity=token + 1)
         changed = slice(start, token + 1)
         self.work += (_ROWS_OF_CALLS + token + 1 - start) * (self.setting.config.num_hidden_layers - layer)
         kept = [pool[layer:, 0, changed].copy() for pool in (cache.keys, cache.values)]
@@ -279,7 +279,7 @@ class _FlipSearch:
     def _pass(
         self,
         flips: Sequence[Flip],
-        cache: PagedKVCache,
+        cache: EngineKVCache,
         start: int,
         stop: int,
         until: str | None = None,

@@ -22,7 +22,7 @@ from ...backends import Backend
 from ...backends.backend import plain_weights
 from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
-from ...backends.paged_cache import CacheSpec, PagedKVCache
+from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
 from ...families import family_of
@@ -150,7 +150,7 @@ class Setting:
         be = Backend("float32", threads=1) if backend is None else backend
         recorder = _StepRecorder(self, be, names_filter, until, tape or {}, settle)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
-        cache = PagedKVCache(self.config, CacheSpec(copies, len(self.tokens)))
+        cache = EngineKVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(Finished):  # a wrong change may overflow: `run` would raise
             forward(observe(be, recorder), self.weights, self.config, batch, cache)
         return recorder.seen

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...backends import Backend
 from ...backends.observe import ObservedStep, observe
-from ...backends.paged_cache import PagedKVCache
+from ...backends.paged_cache import EngineKVCache
 from ...families.family import widest_window
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -52,7 +52,7 @@ class OpClock:
 
     def __init__(self, be: Backend, batch: TokenBatch, cache: KVCache, cfg: ModelConfig) -> None:
         self.synchronize = be.synchronize
-        assert isinstance(cache, PagedKVCache)
+        assert isinstance(cache, EngineKVCache)
         self.kind, attended = describe_batch(batch.on_host, widest_window(cfg))
         self.cache_bytes = attended * cache.bytes_per_token // cache.layers  # of one layer
         self.forward = self.node = OpTime("forward", calls=1)
