@@ -84,8 +84,8 @@ HEAD_INT8 = """        table = w.array.astype(np.float32)
         eight_bits = np.round(table / step).clip(-127, 127).astype(np.int8)
         logits = self.lm_head(x, type(w)(eight_bits * step))
 """
-HIDDEN_LINE = "            x = be.hidden(w, cfg, batch, cache, path)\n"
-HIDDEN_SHIFTED = HIDDEN_LINE + "            x = x[[i - 1 for i in range(len(x))]]\n"
+HIDDEN_LINE = "        x = be.hidden(w, cfg, batch, cache, path)\n"
+HIDDEN_SHIFTED = HIDDEN_LINE + "        x = x[[i - 1 for i in range(len(x))]]\n"
 VISIBLE = "self.keys[layer, slot, start : position + 1], self.values[layer, slot, start : position + 1]"
 
 # fmt: off

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +108,18 @@ def run(
     BackendUnavailable for a path that the backend does not have.
     """
     check_path(be, path)
-    rows, hidden = _compute(be, w, cfg, batch, cache, top, path)
+    with _one_pass(be, w, cfg, batch, cache):
+        x = be.hidden(w, cfg, batch, cache, path)
+        if top is None:
+            hidden, rows = None, Backend.head_rows(be, x, w.lm_head, [HeadNeed()] * x.shape[0])
+        else:
+            rows = head_rows(be, x, w, top)
+            hidden = be.to_host(x)
+        if cfg.logit_softcap is not None:
+            rows = [each._replace(values=softcap(each.values, cfg.logit_softcap)) for each in rows]
+        _require_finite([row.values for row in rows])
+        if hidden is not None:
+            _require_finite([hidden])
     vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
     head = whole_head(be, w, cfg)
     tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
@@ -116,41 +128,30 @@ def run(
 
 def run_hidden(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> Floats:
     """One pass without the head: the final hidden states (wanted, D). Raises what `run` raises."""
-    _, x = _compute(be, w, cfg, batch, cache, (), None)
-    assert x is not None
+    with _one_pass(be, w, cfg, batch, cache):
+        x = be.to_host(be.hidden(w, cfg, batch, cache, None))
+        _require_finite([x])
     return x
 
 
-def _compute(
-    be: Backend,
-    w: ModelWeights,
-    cfg: ModelConfig,
-    batch: TokenBatch,
-    cache: KVCache,
-    top: Sequence[tuple[int | None, Ids] | None] | None,
-    path: str | None,
-) -> tuple[list[HeadRows], Floats | None]:
-    """The logits of one pass, and unless `top` is None the final hidden states."""
+@contextmanager
+def _one_pass(be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> Iterator[None]:
+    """Where a pass is computed. A NumericsError in it becomes the one that names the tensor, no memory OutOfMemory."""
     # NumPy's warnings about overflow would only repeat what the logits show, and the error then names the tensor.
     with np.errstate(all="ignore"), be.running():
         try:
-            x = be.hidden(w, cfg, batch, cache, path)
-            if top is None:
-                hidden, rows = None, Backend.head_rows(be, x, w.lm_head, [HeadNeed()] * x.shape[0])
-            else:
-                rows = head_rows(be, x, w, top)
-                hidden = be.to_host(x)
-            if cfg.logit_softcap is not None:
-                rows = [each._replace(values=softcap(each.values, cfg.logit_softcap)) for each in rows]
-            sound = all_finite([row.values for row in rows]) and (hidden is None or all_finite([hidden]))
+            yield
         except NumericsError:
-            sound = False
+            raise first_non_finite(be, w, cfg, batch, cache) from None
         except MemoryError as error:
             reason = str(error) or "no memory"
             raise OutOfMemory(f"a pass of {len(batch)} tokens: {reason}; compute fewer tokens at a time") from error
-        if not sound:
-            raise first_non_finite(be, w, cfg, batch, cache)
-    return rows, hidden
+
+
+def _require_finite(arrays: Sequence[Array]) -> None:
+    """Raises NumericsError, which `_one_pass` replaces by one that names the tensor."""
+    if not all_finite(arrays):
+        raise NumericsError("NaN or Inf in a result")
 
 
 def whole_head(be: Backend, w: ModelWeights, cfg: ModelConfig) -> Callable[[Floats], Floats]:

@@ -21,12 +21,12 @@ from ..tolerances import EPSILON, RECORDED_ROUNDING, tolerance_of
 from .variants import IMPOSSIBLE, Setting, Step, edit_copies
 from .wording import example
 
-# Of narrow floats, relative; of the engines that round the inputs of their products only, the step of that.
+# The relative step of each narrow float; for engines that round only the inputs of their products, the step of those.
 SPACING = RECORDED_ROUNDING | {"8-bit activations": 2.0**-7}
 SPACING |= {f"{dtype} activations": SPACING[dtype] for dtype in ("bfloat16", "float16")}
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
-# Of an edit that rounds: the share of values that may be rounded the other way, and how much larger than the largest
-# error without it they may be; of a thin site, the share of the error that may be left.
+# An edit that rounds may round this share of the values the other way; their error may be so many times the largest one
+# without it. At a thin site this share of the error may be left.
 ROUNDED_OTHERWISE, FLIP_SIZE, ROUNDING_LEFT = 0.03, 2.5, 0.15
 
 

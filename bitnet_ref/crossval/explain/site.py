@@ -66,7 +66,7 @@ GROUPS = (
 SAME_CONSTANT = 1e-5  # how near to the right constant, relative, one is the right one
 NAMED = 0.9  # the cost of an edit that has a name
 ALL_AT_ONCE = 0.2  # how much less an edit of many steps of one kind costs: an engine has one function for them
-# Of two edits of one step: what each costs at most, the share of the error that is left by the first of them, and how
+# Two edits of one step cost so much each at most. The first of them leaves less than this share of the error, and so
 # many such are tried with every other one.
 MOST_OF_A_PAIR, NEARER, NEAREST = 1.4, 0.97, 6
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
