@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -31,6 +33,14 @@ class BuildExt(build_ext):
         openmp = self.openmp_flags()
         ext.extra_compile_args = [*C_FLAGS, *openmp]
         ext.extra_link_args = openmp
+        compile_one_by_one = self.compiler.compile
+
+        def compile_side_by_side(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_one_by_one([source], **options), sources)
+                return [path for paths in objects for path in paths]
+
+        self.compiler.compile = compile_side_by_side
         if not openmp:
             print("bitnet_ref: this compiler has no OpenMP; the kernels will run on one thread")
         try:
@@ -135,8 +145,9 @@ def extensions() -> list[Extension]:
     declare_types(kernels)
     extension = Extension(
         "bitnet_ref.kernels.cpu._cpu",
-        [str(kernels / "_cpu.pyx")],
+        [str(kernels / "_cpu.pyx"), *(str(path) for path in sorted(kernels.glob("sets_*.c")))],
         include_dirs=[str(kernels)],
+        define_macros=[("BITNET_REF_UNITS", "1"), ("_GNU_SOURCE", "1")],
         depends=[str(path) for kind in ("*.h", "*.pxi") for path in sorted(kernels.glob(kind))],
         optional=WISH == "auto",
     )

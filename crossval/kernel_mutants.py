@@ -447,7 +447,9 @@ def build(root: Path) -> Path:
 def _edited(kernels: Path) -> dict[str, str]:
     """The kernels' sources with every mutant in them, by file name."""
     edits: dict[str, dict[tuple[int, int], str]] = {}  # file -> {span of the expression: what stands there now}
-    texts = {path.name: path.read_text() for path in kernels.iterdir() if path.suffix in (".h", ".pyx", ".pxi")}
+    texts = {
+        path.name: path.read_text() for kind in ("*.h", "*.pyx", "*.pxi", "sets_*.c") for path in kernels.glob(kind)
+    }
     for number, (file, marked) in enumerate(_marked_texts(), 1):
         mark = _MARK.search(marked)
         assert mark is not None, marked

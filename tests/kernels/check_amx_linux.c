@@ -167,9 +167,9 @@ static void threads_in_a_child(void) { _exit(wrong_over_threads() ? 1 : 0); }
 
 int main(int argc, char **argv) {
     if (argc > 1) rounds = atoi(argv[1]);
-    while (amx_index < N_KERNEL_SETS && strcmp(KERNEL_SETS[amx_index].name, "amx")) amx_index++;
+    while (amx_index < N_KERNEL_SETS && strcmp(KERNEL_SETS[amx_index]->name, "amx")) amx_index++;
     must(amx_index < N_KERNEL_SETS, "this build has no AMX kernels");
-    amx = &KERNEL_SETS[amx_index];
+    amx = KERNEL_SETS[amx_index];
     make_problems();
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & 1 << 24)) {

@@ -174,7 +174,7 @@ static void check_strips(const kernel_set *set, size_t N, size_t K, size_t activ
 
 /* Each float step of `set` must give the bits of the portable one */
 static void check_steps(const kernel_set *set, size_t n) {
-    const kernel_set *plain = &KERNEL_SETS[0];
+    const kernel_set *plain = KERNEL_SETS[0];
     float *x = random_floats(n), *w = random_floats(n), *a = allocate(n * sizeof *a), *b = allocate(n * sizeof *b);
     int8_t *q = allocate(n), *p = allocate(n);
     float q_scale = 0, p_scale = 0;
@@ -226,7 +226,7 @@ static void check_draw(const kernel_set *set, size_t n) {
 
 /* Each step of training: the bits of the portable one, but for double sums in another order, rounded to float32 */
 static void check_training(const kernel_set *set, size_t n) {
-    const kernel_set *plain = &KERNEL_SETS[0];
+    const kernel_set *plain = KERNEL_SETS[0];
     float *dy = random_floats(n), *x = random_floats(n), *w = random_floats(n);
     float *a = allocate(n * sizeof *a), *b = allocate(n * sizeof *b), *a2 = allocate(n * sizeof *a2), *b2 = allocate(n * sizeof *b2);
     double *s = allocate(n * sizeof *s), *t = allocate(n * sizeof *t);
@@ -271,7 +271,7 @@ static void check_bfloat16_product(size_t M, size_t K, size_t N, int a_by_k, int
     bf16_product_avx512(rows, columns, M, K, N, c, scratch);
     bf16_product_plain(rows, columns, M, K, N, d, scratch);
     for (size_t i = 0; i < M * N; i++)
-        if (!(fabsf(c[i] - d[i]) <= 2e-6f * 4 * (float)K)) fail(&KERNEL_SETS[0], "bfloat16_product", M, K, N);
+        if (!(fabsf(c[i] - d[i]) <= 2e-6f * 4 * (float)K)) fail(KERNEL_SETS[0], "bfloat16_product", M, K, N);
     free(a), free(b), free(c), free(d), free(scratch);
 }
 
@@ -303,7 +303,7 @@ static void attend(const kernel_set *set, const float *q, size_t T, size_t R, si
 }
 
 static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_keys) {
-    const kernel_set *plain = &KERNEL_SETS[0];
+    const kernel_set *plain = KERNEL_SETS[0];
     const size_t stride = d + between(0, 3) * d, page_size = between(1, 40), first = between(0, 3), pages = 3 + n_keys / page_size + 1;
     float *q = random_floats(R * d), *keys = random_floats(pages * page_size * stride), *values = random_floats(pages * page_size * stride);
     int32_t *table = allocate(pages * sizeof *table);
@@ -385,7 +385,7 @@ WIDEN_HALVES(avx512, "avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")
 #endif
 
 static void check_halves(void) {
-    const kernel_set *plain = &KERNEL_SETS[0];
+    const kernel_set *plain = KERNEL_SETS[0];
     uint16_t *half = allocate(65536 * sizeof *half);
     float *y = allocate(65536 * sizeof *y), *other = allocate(65536 * sizeof *other);
     for (size_t i = 0; i < 65536; i++) half[i] = (uint16_t)i;
@@ -501,7 +501,7 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
     float *packed = allocate(M * packed_columns(K) * sizeof *packed);
     set->dense_pack(x, M, K, packed);
     set->dense_rows(kind, w, rows, K, packed, M, y, rows, wide);
-    const int fuses = SCALAR_FUSES || set != &KERNEL_SETS[0];
+    const int fuses = SCALAR_FUSES || set != KERNEL_SETS[0];
     for (size_t r = 0; r < rows; r++) {
         const uint8_t *of_row = (const uint8_t *)w + r * row_bytes;
         for (size_t k = 0; kind < Q8_0 && k < K; k++) row[k] = weight_plain(of_row, k, kind);
@@ -575,7 +575,7 @@ static void check_tiles(const kernel_set *set, size_t rows, size_t K, size_t M, 
 
 /* Packing a head's rows and bounding its logits: every set gives the bits of the portable one, and the bounds hold */
 static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
-    const kernel_set *plain = &KERNEL_SETS[0];
+    const kernel_set *plain = KERNEL_SETS[0];
     const size_t size = kind == 0 ? 4 : 2, wide = (K + 63) / 64 * 64;
     char *w = allocate(rows * K * size);
     for (size_t i = 0; i < rows * K; i++) random_weight(kind, w + i * size);
@@ -623,7 +623,7 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
  * token among others what it gives alone, and so do the last rows of a panel. outlier: one value is 10,000 times as large. */
 static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t group, size_t T, int kind, int outlier) {
     const size_t row_bytes = (K + 3) / 4, size = kind ? 2 : 4;
-    const kernel_set *sets[] = {&KERNEL_SETS[0], set, set};
+    const kernel_set *sets[] = {KERNEL_SETS[0], set, set};
     uint8_t *packed = allocate(rows * row_bytes), *again = allocate(row_bytes);
     for (size_t i = 0; i < rows * row_bytes; i++) {
         packed[i] = 0;
@@ -789,7 +789,7 @@ int main(int argc, char **argv) {
     for (int round = 0; round < rounds && has_avx512_bf16(); round++)
         check_bfloat16_product(between(1, 200), between(1, round % 4 ? 100 : 600), between(1, 200), round & 1, round / 2 & 1);
     for (size_t i = 0; i < N_KERNEL_SETS; i++) {
-        const kernel_set *set = &KERNEL_SETS[i];
+        const kernel_set *set = KERNEL_SETS[i];
         if (kernel_set_lacks(i)) {
             printf("%s: not run, %s\n", set->name, kernel_set_lacks(i));
             continue;

@@ -51,7 +51,7 @@ cdef extern from "kernels.h" nogil:
     size_t ruled_unit_bytes(const ruled_form *)
     size_t ruled_token_bytes(int block, size_t K)
     int ruled_token_overflows(const uint8_t *, size_t)
-    const kernel_set KERNEL_SETS[]
+    const kernel_set *KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
     const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES, LIST_SLACK
@@ -135,7 +135,7 @@ cdef const kernel_set *check_set(Py_ssize_t kernels, int threads=1) except NULL:
         raise ValueError(f"kernel set {kernels} of {N_KERNEL_SETS}: there is none, or this processor cannot run it")
     if not 1 <= threads <= MAX_THREADS:
         raise ValueError(f"{threads} threads, expected 1 to {MAX_THREADS}")
-    return &KERNEL_SETS[kernels]
+    return KERNEL_SETS[kernels]
 
 
 cdef const ternary_method *check_method(Py_ssize_t method) except NULL:

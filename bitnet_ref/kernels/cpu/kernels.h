@@ -138,39 +138,70 @@ typedef struct {
     norm_backward_##suffix, softmax_row_##suffix, softmax_backward_##suffix, relu2_backward_##suffix,                  \
         ternarize_##suffix, rescale_##suffix, sum_of_squares_##suffix, adamw_##suffix
 
-/* best last */
-static const kernel_set KERNEL_SETS[] = {
-    {"scalar",
-     {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}},
-     NULL,
-     FLOAT_STEPS(plain),
-     SCREEN(plain),
-     STRIPS(plain, plain), NEAR_STRIPS(plain, plain, plain, 15, 55, 45, 40),
-     TRAINING(plain)},
-#if defined(__x86_64__)
-    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2, plain),
-     NEAR_STRIPS(avx2, avx2, plain, 15, 55, 45, 40), TRAINING(avx2)},
-#if defined(BITNET_REF_HAS_AVXVNNI)
-    {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
-     STRIPS(avx2, plain), NEAR_STRIPS(avx2, avx2, plain, 15, 40, 35, 20), TRAINING(avx2)},
+/* setup.py defines BITNET_REF_UNITS: each family of sets is then compiled in a file of its own, side by side. */
+#define PLAIN 1
+#define AVX2 2
+#define AVX512 3
+#if !defined(BITNET_REF_UNITS)
+#define SETS_OF(family) 1
+#define KERNEL_SET static const kernel_set
+#else
+#define SETS_OF(family) (BITNET_REF_SETS == family) /* which sets_*.c defines */
+#define KERNEL_SET __attribute__((visibility("hidden"))) const kernel_set
+extern KERNEL_SET set_scalar, set_neon, set_dotprod, set_avx2, set_avxvnni, set_avx512, set_amx;
 #endif
-    {"avx512",
-     {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
-     peak_avx512,
-     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 15, 55, 65, 40),
-     TRAINING(avx512)},
+
+#if SETS_OF(PLAIN)
+KERNEL_SET set_scalar = {
+    "scalar", {{ternary_panel_scalar, 0}, {table_panel_scalar, 0}, {dense_panel_scalar, 0}}, NULL,
+    FLOAT_STEPS(plain), SCREEN(plain), STRIPS(plain, plain), NEAR_STRIPS(plain, plain, plain, 15, 55, 45, 40), TRAINING(plain)};
+#if defined(__aarch64__)
+KERNEL_SET set_neon = {
+    "neon", {{ternary_panel_neon, 0}}, NULL,
+    FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon, plain), NO_NEAR_STRIPS, TRAINING(plain)};
+KERNEL_SET set_dotprod = {
+    "dotprod", {{ternary_panel_dotprod, 0}}, NULL,
+    FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon, plain), NO_NEAR_STRIPS, TRAINING(plain)};
+#endif
+#endif
+#if defined(__x86_64__) && SETS_OF(AVX2)
+KERNEL_SET set_avx2 = {
+    "avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2,
+    FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2, plain), NEAR_STRIPS(avx2, avx2, plain, 15, 55, 45, 40), TRAINING(avx2)};
+#if defined(BITNET_REF_HAS_AVXVNNI)
+KERNEL_SET set_avxvnni = {
+    "avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni,
+    FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2, plain), NEAR_STRIPS(avx2, avx2, plain, 15, 40, 35, 20), TRAINING(avx2)};
+#endif
+#endif
+#if defined(__x86_64__) && SETS_OF(AVX512)
+#define AVX512_TERNARY(panel) {{panel, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}}
+KERNEL_SET set_avx512 = {
+    "avx512", AVX512_TERNARY(ternary_panel_avx512), peak_avx512,
+    FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 15, 55, 65, 40),
+    TRAINING(avx512)};
 #if defined(BITNET_REF_HAS_AMX)
-    {"amx",
-     {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
-     peak_amx,
-     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512),
-     tile_bytes_amx, dense_split_amx, dense_tiles_amx},
+KERNEL_SET set_amx = {
+    "amx", AVX512_TERNARY(ternary_panel_amx), peak_amx,
+    FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512),
+    NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512), tile_bytes_amx, dense_split_amx, dense_tiles_amx};
+#endif
+#endif
+
+/* best last */
+static const kernel_set *const KERNEL_SETS[] = {
+    &set_scalar,
+#if defined(__x86_64__)
+    &set_avx2,
+#if defined(BITNET_REF_HAS_AVXVNNI)
+    &set_avxvnni,
+#endif
+    &set_avx512,
+#if defined(BITNET_REF_HAS_AMX)
+    &set_amx,
 #endif
 #elif defined(__aarch64__)
-    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon, plain), NO_NEAR_STRIPS,
-     TRAINING(plain)},
-    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon, plain), NO_NEAR_STRIPS,
-     TRAINING(plain)},
+    &set_neon, &set_dotprod,
 #endif
 };
 enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };
@@ -181,7 +212,7 @@ enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };
 
 /* what this processor lacks for a set, or NULL when it can run it */
 static const char *kernel_set_lacks(size_t index) {
-    const char *name = KERNEL_SETS[index].name;
+    const char *name = KERNEL_SETS[index]->name;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!strcmp(name, "avx2") && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()))

@@ -1,0 +1,2 @@
+#define BITNET_REF_SETS AVX512
+#include "kernels.h"

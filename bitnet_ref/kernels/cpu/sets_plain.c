@@ -1,0 +1,2 @@
+#define BITNET_REF_SETS PLAIN
+#include "kernels.h"
