@@ -12,6 +12,7 @@ import gc
 import signal
 import sys
 import weakref
+import zlib
 from collections import Counter
 
 import pytest
@@ -106,8 +107,12 @@ def is_of_cupy(item):
     return hasattr(item, "callspec") and "cupy" in item.callspec.id.split("-")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="I/N", default="0/1", help="one of N parts of the chosen tests: 0/N to N-1/N")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Without a GPU the CUDA backend's own tests (`card`) are `emulated`, and so are the cupy cases of the others in
     folders of the backends and in files marked `quick_emulated`; the rest, and those `long_emulated`, are `slow`."""
     for item in items if EMULATED else ():
@@ -118,6 +123,10 @@ def pytest_collection_modifyitems(items):
         elif ("card" in marks or is_of_cupy(item)) and "slow" not in marks:
             item.add_marker(pytest.mark.emulated)
     leave_samples(items)
+    part, parts = map(int, config.getoption("part").split("/"))
+    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part]
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
+    config.hook.pytest_deselected(items=others)
 
 
 def leave_samples(items):
