@@ -424,6 +424,7 @@ def test_a_closed_model_is_one_error(backend_name):
     assert "closed" in repr(m)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("head", ["exact", "screened"])
 def test_closing_frees_the_weights(head, backend_name):
     if head == "screened" and backend_name != "cython":

@@ -46,7 +46,7 @@ def test_bench_kernels_by_method():
     assert facts["equal"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.usefixtures("small_reader")
 @pytest.mark.parametrize("case", sorted(folder.name for folder in (DATA / "families").iterdir()))
 def test_bench_of_every_family(case):
@@ -85,6 +85,7 @@ def test_bench_model(tmp_path):
     assert "outside the operations" in result.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_reader")
 def test_bench_of_both_rules_for_activations(tmp_path):
     """A GGUF by llama.cpp's rule: its own speed, that with float activations, and what the rule changes."""

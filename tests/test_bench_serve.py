@@ -58,6 +58,7 @@ def test_measuring_a_tiny_model():
     assert found.conditions.waited is None  # it sleeps between arrivals
 
 
+@pytest.mark.thorough
 def test_what_is_refused_is_counted():
     found = measure_serve(
         model(TINY, "auto"),

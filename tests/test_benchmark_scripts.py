@@ -109,7 +109,7 @@ def test_a_command_runs_as_a_program():
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_train_steps(optimizer):
     """Every trainer is timed, after each has given the same loss; one with another loss is refused."""

@@ -69,7 +69,7 @@ def test_the_text_is_the_rule(kind):
     np.testing.assert_array_equal(ruled_linear(x, by_rule(w)), by_loops(x, w))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", TYPES)
 def test_backends_equal_the_text(kind, be):
     if be.name == "cupy":
@@ -93,6 +93,7 @@ def test_backends_equal_the_text(kind, be):
             np.testing.assert_array_equal(own.plain().linear.stored, w.linear.stored)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_largest_sums(kind, be):
     """All bits of the weights set, and inputs of +127 and -127 in every place."""
@@ -144,7 +145,7 @@ def test_a_matrix_in_16_bits_rounds_its_inputs():
     assert ruled_linear(x, w).tolist() == [[7]]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_backends_round_to_16_bits_as_the_text_does(dtype, be):
     if be.name == "cupy":

@@ -16,6 +16,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     if name.startswith("bitnet_ref.serving.http"):

@@ -57,6 +57,7 @@ def case_of(name, backend="numpy", dtype="float32"):
     return model(FAMILIES / name, backend, dtype=dtype), load_file(FAMILIES / name / "golden.safetensors")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_transformers(case, backend_name):
     m, expected = case_of(case, backend_name)
@@ -71,6 +72,7 @@ def test_transformers(case, backend_name):
         np.testing.assert_allclose(m.embed(tokens), expected["embedding"], rtol=0, atol=TOLERANCE["embedding"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_float64(case):
     m, expected = case_of(case, dtype="float64")
@@ -80,7 +82,7 @@ def test_float64(case):
         np.testing.assert_allclose(m.embed(expected["tokens"]), expected["embedding64"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("backend_name", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", CASES)
 def test_every_path(case, backend_name):

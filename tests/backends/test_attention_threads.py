@@ -14,6 +14,7 @@ from bitnet_ref.reference.cache import KVCache, TokenBatch
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("simd", [name for name, lacks in simd_variants().items() if lacks is None])
 @pytest.mark.parametrize(("kv_heads", "group"), [(5, 4), (1, 7), (3, 2), (2, 1), (1, 5)])
 @pytest.mark.parametrize("n_keys", [1, 31, 129, 700])
@@ -37,6 +38,7 @@ def test_the_number_of_threads_changes_nothing(simd, kv_heads, group, n_keys):
     np.testing.assert_allclose(one[0, -group:], exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     simd=st.sampled_from([name for name, lacks in simd_variants().items() if lacks is None]),

@@ -48,7 +48,7 @@ def check_blocks(m, lengths, dtype=None):
             np.testing.assert_array_equal(mine[:, slot, :length], theirs[:, slot, :length])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_every_golden_model(case, dtype):

@@ -76,6 +76,7 @@ def prompts_of(lengths, vocab=50):
     return [rng(n + 7 * i).integers(1, vocab, n).tolist() for i, n in enumerate(lengths)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("lengths", [[4], [2, 6, 3]])
 def test_steps_in_a_row_equal_single_ones(case, lengths):
@@ -116,6 +117,7 @@ def test_drawn_steps_in_a_row_equal_single_ones():
     assert mine.texts[1] != mine.texts[0]
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_steps_ends_and_pages(data):

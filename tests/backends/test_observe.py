@@ -20,6 +20,7 @@ def logits(m, around):
     return run(observe(m.backend, around), m.weights, m.config, PROMPT, m.new_cache(1, 4)).all()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_watching_changes_nothing(case, backend_name):
     m = model(GOLDEN / case, backend_name)

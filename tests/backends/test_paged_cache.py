@@ -113,7 +113,7 @@ def interleavings(draw):
     return page_size, dtype, lengths, pieces, draw(st.sampled_from([None, 1, 5]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @settings(max_examples=15)  # on every backend
 @given(case=interleavings(), seed=st.integers(0, 2**32 - 1))
 def test_pages_change_no_bit(be, case, seed):

@@ -78,6 +78,7 @@ def test_a_buffer_in_the_place_of_an_array_that_was_freed_makes_no_step_replayab
     assert True in taken
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", REPLAYED)
 @pytest.mark.parametrize("lengths", [[4], [2, 6, 3]])
 def test_replayed_steps_equal_the_other_paths(case, lengths):
@@ -94,6 +95,7 @@ def test_replayed_steps_equal_the_other_paths(case, lengths):
                 np.testing.assert_array_equal(mine[:, slot, : length + 8], plain[:, slot, : length + 8])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_paths_give_equal_logits_through_run(case):
     m, tokens = load(case), rng(8).integers(1, 50, 9)
@@ -107,7 +109,7 @@ def test_paths_give_equal_logits_through_run(case):
         np.testing.assert_array_equal(logits, m.logits(tokens))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("layout", ["2-bit", "table", "1.6-bit"])
 @pytest.mark.parametrize("tokens", [1, 16, 17])
 def test_every_layout(layout, tokens):
@@ -166,6 +168,7 @@ def test_a_narrow_cache(dtype):
     np.testing.assert_array_equal(outputs, decode(m, caches[1], prompts, 5, "ops"))
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_one_tape_for_any_places(data):
@@ -188,6 +191,7 @@ def test_one_tape_for_any_places(data):
     assert recorded(replayed, n)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @settings(max_examples=60, deadline=None)
 @given(st.data())

@@ -23,6 +23,7 @@ PROMPT = TokenBatch.of([(0, 0, TOKENS)])
 ON_CUPY = ("bitnet-packed-offline", "mistral-dense-window8", "llama-packed-rmsnorm", "rope-dynamic", "onebitllm-silu")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_every_path_gives_the_same_bits(case, backend_name):
     """A prompt in two pieces, then two sequences with one token each, by every path that the backend names."""

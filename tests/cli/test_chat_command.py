@@ -72,6 +72,7 @@ def test_chat_for_people(chat_model):
     assert result.stdout.count("\x1b") == 0
 
 
+@pytest.mark.thorough
 def test_a_full_conversation_drops_its_oldest_turns(chat_model):
     system = ("--system", "Be brief")
     lines = [f"This is sentence number {n}, and it is not a short one at all." for n in range(12)]
@@ -101,6 +102,7 @@ def test_why_an_answer_was_cut(chat_model):
         assert remark in result.stderr
 
 
+@pytest.mark.thorough
 def test_an_answer_that_repeats_itself_is_stopped():
     """storychat with a bias to one word, greedy; as it samples by default it does not repeat itself."""
     first = ("chat", "--system", "The old king sat by the fire.", *FAST)

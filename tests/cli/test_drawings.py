@@ -391,6 +391,7 @@ def report_of(case):
     return replace(inspect_model(GOLDEN / case), path=case)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_what_is_drawn(name):
     assert draw_by_name(name) == json.loads(RECORDED.read_text())[name]

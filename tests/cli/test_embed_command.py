@@ -32,6 +32,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli, ["embed", "--backend", "numpy", *map(str, arguments)])
 
 
+@pytest.mark.thorough
 def test_similarities_vectors_and_files(tmp_path):
     expected = model("storyteller").embed(TEXTS)
     shown = invoke(*TEXTS)

@@ -169,6 +169,7 @@ def test_a_stdout_that_is_not_utf8():
     assert "--------........++++++++" in out.decode("ascii")  # the bars, in other inks
 
 
+@pytest.mark.thorough
 def test_on_a_terminal_the_prompt_comes_first_and_the_words_stay_apart():
     main, side = pty.openpty()
     env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}

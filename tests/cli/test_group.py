@@ -132,6 +132,7 @@ def test_exit_codes(error, code):
     assert ("Traceback" in result.stderr) == (code == 70)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
@@ -302,6 +303,7 @@ def test_wrong_usage_says_what_to_write(tmp_path):
         assert result.stderr.rstrip().endswith(message), result.stderr
 
 
+@pytest.mark.thorough
 def test_a_warning_is_one_line_without_a_place_in_python(tmp_path):
     folder = write_checkpoint(tmp_path / "odd", {**BITNET, "sparkle": 3})
     command = ("generate", "1 2", "--raw-ids", "--model", folder, "--max-tokens", 1, *FAST)

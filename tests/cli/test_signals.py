@@ -12,6 +12,7 @@ from signal_runs import COMMAND, fault_of
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("delay_s", [0.1, 0.2, 0.3])
 def test_ctrl_c_while_a_command_starts(delay_s):
     assert fault_of(["generate", "Once", "--max-tokens", "100000"], signal.SIGINT, delay_s) is None
@@ -67,7 +68,7 @@ def is_alive(pid):
         return file.read().split()[2] != "Z"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1])
 def test_what_watch_has_started_ends_with_it(tmp_path, number):

@@ -109,6 +109,7 @@ def test_dense_weights_of_every_dtype(be, dtype):
     np.testing.assert_array_equal(rows, w.astype(np.float32)[[20, 0, 0]])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_dense_weights_in_blocks(be, reference, in_double, kind):
     """Widened exactly: the bits of the same matrix in float32, for every number of rows and tokens."""

@@ -169,6 +169,7 @@ OPS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", OPS)
 def test_rows_of_an_operation_are_independent(op, be):
     rows = np.arange(N)

@@ -59,7 +59,7 @@ def prompts_of(m):
     return [rng(n).integers(0, m.config.vocab_size, n).tolist() for n in (9, 1, 6)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 def test_alone_among_others_and_in_pieces(m):
     prompts = prompts_of(m)
     alone = [m.logits(prompt) for prompt in prompts]
@@ -74,7 +74,7 @@ def test_alone_among_others_and_in_pieces(m):
     np.testing.assert_array_equal(rest, alone[0][5:])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 def test_the_engine(m):
     """More requests than rows, prompts in pieces, and the same prompts again: shared, but not a DeltaNet's."""
     prompts, greedy = prompts_of(m), {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
@@ -85,7 +85,7 @@ def test_the_engine(m):
         assert (engine.metrics.snapshot()["prefix_cache_hits"] > 0) == (not m.config.has_states)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 def test_the_logits_are_the_references(m, folders, request):
     reference = model(folders[request.node.callspec.params["m"]])
     for prompt in prompts_of(m):

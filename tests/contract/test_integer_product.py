@@ -46,6 +46,7 @@ def test_shapes_of_models(be, m, n, k):
     check_product(be, generator.integers(-128, 128, (m, k), dtype=np.int8), random_ternary(generator, n, k))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("k", [6912, 27648, 6911])
 @pytest.mark.parametrize(("x", "w"), [(127, 1), (127, -1), (-128, 1), (-128, -1)])
 def test_largest_sums(be, k, x, w):

@@ -69,6 +69,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_shapes_are_refused(case, be):
     op, arguments = WRONG[case]

@@ -102,6 +102,7 @@ def test_the_runs_of_a_plan():
     assert pieces_of(14) == (3, 8, 1, 2)
 
 
+@pytest.mark.sample(3)
 @needs_cython
 @pytest.mark.parametrize("name", ["decode", "pieces", "batch"])
 def test_a_correct_engine_in_calls_agrees(tmp_path, name):

@@ -27,7 +27,7 @@ def block_of(case):
     return block
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in PLANTED if n not in QUICK)]
 )

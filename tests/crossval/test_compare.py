@@ -71,7 +71,7 @@ def run(backend, m, tokens):
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", ["storyteller", *GOLDEN_CASES, *FAMILY_CASES, *WITH_FACTORS])
 def test_the_order_of_ops_is_the_recorders(case):
     m = WITH_FACTORS[case]() if case in WITH_FACTORS else case_of(case)
@@ -91,7 +91,7 @@ def test_the_order_of_ops_is_the_recorders(case):
     assert (len(replayed.ops), replayed.missing) == (len(seen), [])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_each_op_of_a_family_is_judged_by_its_own_inputs(case):
     """A tensor changed by a thousandth is named, or the first that is computed from it."""
@@ -125,7 +125,7 @@ def test_norms_over_heads_may_have_a_row_for_each_head():
     assert judge_trace(m, apart, np.array(ids)).agrees
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_backends_agree_on_the_golden_cases(case, backend_name):
     tokens = golden(case)["tokens"]
@@ -211,6 +211,7 @@ def test_scores_before_the_mask(story):
     assert found.verdict.endswith("not the same scores are masked")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -254,6 +255,7 @@ def test_nothing_in_common_is_no_agreement(story):
         assert list(found.unknown) == list(candidate)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", sorted(TABLE))
 def test_a_change_of_a_thousandth_in_any_kind_is_seen(story, kind):
     """The tolerances are no nets of wide mesh: each op changed by a thousandth, one token of it, is named."""
@@ -496,7 +498,7 @@ def test_a_narrow_engine_that_gives_a_token_to_another_expert():
     assert notes, "give more texts: no token went to another expert"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
 def test_a_float32_engine_recorded_in_a_narrow_float(story, narrow):
     m, tokens, seen = story

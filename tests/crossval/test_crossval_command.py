@@ -80,6 +80,7 @@ def test_record_trace_receipt_verify(tmp_path):
     assert invoke("verify", receipt, "--require").exit_code == 1
 
 
+@pytest.mark.thorough
 def test_a_name_that_ends_in_a_slash_is_a_folder(tmp_path):
     result = invoke("record", CASE, f"{tmp_path}/runs/", "--tokens", "1,5,9")
     assert result.exit_code == 0, result.output

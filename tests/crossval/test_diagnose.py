@@ -136,6 +136,7 @@ def test_a_constant_is_solved_for_in_a_run_too_long_for_several_copies(load, mon
     assert any(d.confirmed and "scores are multiplied by 1.25" in d.cause for d in found)
 
 
+@pytest.mark.thorough
 def test_what_logits_cannot_tell_apart_is_listed_together(load):
     """Interleaved RoPE equals half-split RoPE on rows un-permuted without need: scores are sums of the same terms."""
     candidate = made_by(load(), "rope_interleaved")
@@ -191,6 +192,7 @@ def test_a_teacher_forced_run_is_judged_at_the_op_that_differs(load):
     assert confirmed(diagnose(m, TOKENS, candidate, comparison)) == {"silu_for_relu2"}
 
 
+@pytest.mark.thorough
 def test_an_unknown_mistake_is_not_explained_away(load):
     candidate = made_by(load())
     for name in ("blocks.0.attn.hook_z", "lm_head.hook_out"):
@@ -246,6 +248,7 @@ def test_a_prompt_of_the_older_template():
     assert confirmed(diagnose_prompt(m, m.tokenizer.encode(text), cut, text)) == {"generation_prompt_missing"}
 
 
+@pytest.mark.thorough
 def test_a_search_reports_each_test_and_ends_at_its_deadline_or_at_ctrl_c(load):
     m, candidate = load(), made_by(load(), "silu_for_relu2")
     steps: list[tuple[int, int, str]] = []
@@ -281,7 +284,7 @@ def three_layers(tmp_path_factory):
 SAME = {"rope_alpha_ignored"}  # of this model: rope_theta_10000
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("names", "layers", "words"),
     [

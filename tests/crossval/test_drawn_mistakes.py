@@ -19,7 +19,7 @@ MENDED = (15, 25, 44, 54, 71, 74, 75, 77, 78, 109, 137, 144, 188, 228, 279, 302,
 MISSED = (50, 475)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_the_cause_of_a_drawn_mistake_is_named(seed):
     outcome = drawn_mistakes.outcome(seed, budget_s=120)
@@ -47,6 +47,7 @@ def planted(line: str, new: str, family: str = "bitnet", tokens: tuple[int, ...]
     return [d for d in diagnose(model, tokens, trace, comparison) if d.confirmed]
 
 
+@pytest.mark.thorough
 def test_a_cause_says_where_what_and_which_line_and_shows_one_value():
     (cause,) = planted(
         "o = linear", "o = linear(z, w['o_proj'], C, R, record, b + 'attn.o_proj', layer)\no[:, 5:9] = 0"

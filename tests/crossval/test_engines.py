@@ -104,6 +104,7 @@ def test_the_shell_runs_an_engine():
 # -- what `convert` has written ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @needs_onnx
 def test_a_written_file_runs_in_its_engine(tmp_path):
     facts = invoke_json("convert", CASE, tmp_path / "right", "--to", "onnx")

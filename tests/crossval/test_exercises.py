@@ -2654,7 +2654,7 @@ def test_every_exercise_has_a_judge_and_five_wrong_answers():
     assert {name: len(case.wrong) for name, case in CASES.items() if len(case.wrong) < 5} == {}
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=(SLOW | LONG).get(name, ())) for name in CASES])
 def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
     for answer, says in CASES[name].wrong:
@@ -2667,7 +2667,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 IN_THE_NOTEBOOK = {"6.hunt", "11.lengths", "11.noticed", "5.2", "5.7"}
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 @each_exercise
 def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
     solution = [] if name in IN_THE_NOTEBOOK else [Edit("", "")]
@@ -2726,6 +2726,7 @@ def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook)
     first_where((None, SAID, *SENTENCES), an_integer_tips, "a text of which an integer tips in float64")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "answer", "says"),
     [
@@ -2769,7 +2770,7 @@ def test_arrays_masks_and_texts_are_taken(name, answer, notebook):
     assert answered.status == "right", answered.text
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(12)
 @each_exercise
 def test_none_is_no_answer(name, notebook):
     answered = judge(notebook, name, None)

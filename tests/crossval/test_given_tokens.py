@@ -96,6 +96,7 @@ def test_sampling_is_named_by_two_continuations(engine):
     assert not any(cause.confirmed for cause in once)
 
 
+@pytest.mark.thorough
 def test_no_cause_of_a_wrong_model(engine):
     """Logits with noise: nothing is confirmed, and the advice is to record a trace."""
     prompt = tuple(engine.tokenizer.encode(PROMPT))
@@ -178,6 +179,7 @@ def test_the_shell_says_what_differs(engine, tmp_path, monkeypatch):
     assert max(map(len, result.output.splitlines())) <= 80
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("text", "said"),
     [

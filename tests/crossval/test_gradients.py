@@ -46,7 +46,7 @@ FIRST = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.description[:40])
 def test_each_mistake_is_named(mistake, step):
     verdict = judge(step, step.take(mistake))

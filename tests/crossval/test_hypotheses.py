@@ -44,7 +44,7 @@ def first_difference(right: dict[str, np.ndarray], wrong: dict[str, np.ndarray])
     return None
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", ["storyteller", *CASES, "llama-packed-rmsnorm", "onebitllm-silu", "llama-bf16-biases"])
 def test_an_unchanged_setting_is_the_reference(case: str, backend_name: str) -> None:
     path = case if case == "storyteller" else GOLDEN / case

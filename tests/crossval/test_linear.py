@@ -73,7 +73,7 @@ def of(name, **options):
     return cross_linear(f"{LAYERS}:{name}", **options)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_layers_agree(name):
     verdict = of(name)
@@ -168,6 +168,7 @@ def test_arguments_can_be_given():
     assert "malformed" in of("Turned", args="open('x')").sentence  # nothing is executed
 
 
+@pytest.mark.thorough
 def test_the_guide_shows_what_the_command_prints(monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)

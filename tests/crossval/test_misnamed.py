@@ -38,7 +38,7 @@ def crossed(m, tensors, path, **options):
 CASES = [(f, given) for f in FAMILIES for given in WRONG if f == "storyteller" or "sub_norm" not in WRONG[given]]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "given"),
     [pytest.param(*case, marks=pytest.mark.thorough if i % 4 else ()) for i, case in enumerate(CASES)],
@@ -56,6 +56,7 @@ def test_a_tensor_under_another_name_is_said_to_be_so(family, given, tmp_path):
     assert not crossed(m, tensors, tmp_path / "t", strict=True).agrees
 
 
+@pytest.mark.thorough
 def test_what_only_has_the_wrong_name_is_compared_under_the_right_one(tmp_path):
     m, right = recorded("storyteller")
     tensors = {name: x for name, x in right.items() if not name.endswith(("hook_rot_q", "hook_q"))}
@@ -68,6 +69,7 @@ def test_what_only_has_the_wrong_name_is_compared_under_the_right_one(tmp_path):
     assert "blocks.3.attn.hook_q" not in compared
 
 
+@pytest.mark.thorough
 def test_an_inverse_is_said_to_be_one(tmp_path):
     m, right = recorded("storyteller")
     tensors = {name: 1 / x if name.endswith(("hook_x_scale", "ln1.hook_scale")) else x for name, x in right.items()}
@@ -134,7 +136,7 @@ UNUSED = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", UNUSED)
 def test_numbers_that_the_engine_did_not_use_are_no_mistake_of_it(name, tmp_path):
     m, right = recorded("storyteller")
@@ -162,6 +164,7 @@ def test_one_kind_of_tensor_that_is_recorded_wrongly_in_every_linear(tmp_path):
     assert sentence.startswith("the logits and the other tensors are those of a right hook_x_int8, so the engine")
 
 
+@pytest.mark.thorough
 def test_numbers_that_the_engine_may_have_used_are_looked_into(tmp_path):
     """Without the logits, and where what follows is wrong as well, the causes are those of a mistake."""
     m, right = recorded("storyteller")
@@ -171,6 +174,7 @@ def test_numbers_that_the_engine_may_have_used_are_looked_into(tmp_path):
     assert "v, in every layer: each token has it of the previous token" in cause
 
 
+@pytest.mark.thorough
 def test_a_trace_of_zeros_has_no_causes(tmp_path, monkeypatch):
     searches = []
     monkeypatch.setattr(diagnose, "find", lambda *args: searches.append(args) or find(*args))

@@ -102,7 +102,7 @@ def pair(request):
     return runs(prompts()[request.param])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("more", [(), FIVE])
 def test_a_correct_engine_agrees_up_to_rounding(pair, more):
     tokens, right, seen = pair
@@ -116,6 +116,7 @@ def test_a_correct_engine_agrees_up_to_rounding(pair, more):
         assert flip.in_words in comparison.verdict
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("axes", [(), (1,), (1, 1)])
 def test_flips_in_the_last_token_s_logits(axes):
     m = model("storyteller")
@@ -127,7 +128,7 @@ def test_flips_in_the_last_token_s_logits(axes):
     raise AssertionError("no prompt's logits agree up to rounding")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float16])
 def test_flips_in_a_trace_that_was_recorded_in_a_narrow_float(narrow):
     m, implied = model("storyteller"), 0
@@ -168,6 +169,7 @@ def test_a_small_mistake_is_no_rounding():
         assert follow_flips(m, tokens, shown, before) is before, mistake
 
 
+@pytest.mark.thorough
 def test_the_command_says_which_integer(tmp_path):
     m = model("storyteller")
     tokens, _, seen = runs(prompts()[0])

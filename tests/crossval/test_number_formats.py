@@ -86,7 +86,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @EACH
 def test_a_mistake_that_engines_shipped_is_named(mistake: shipped_mistakes.Shipped) -> None:
     judgement = shipped_mistakes.judge(mistake)
@@ -143,7 +143,7 @@ EDITS = (  # of a mixture's steps, of a DeltaNet's, and of what that keeps from 
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("path", "name", "words"), EDITS)
 def test_a_mistake_of_a_family_s_step_is_described(path: Path, name: str, words: str) -> None:
     """The edit's own run is the engine, in the first layer."""

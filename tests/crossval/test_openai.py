@@ -127,7 +127,7 @@ def test_our_own_server_agrees():
     assert vectors["agrees"], vectors["verdict"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "shows", [(), ("ids",), ("ids", "return_token_ids"), ("ids", "logprobs"), ("ids", "logprobs", "llama.cpp")], ids=str
 )
@@ -201,6 +201,7 @@ def test_embeddings(engine, vectors, cause):
     assert cause in confirmed(result), result.causes
 
 
+@pytest.mark.thorough
 def test_embeddings_that_the_model_shortens(engine, tmp_path):
     """By `truncate_dim`, of a server that reads it and of one that does not."""
     folder = shutil.copytree(ASSETS / "storyteller", tmp_path / "m")

@@ -35,6 +35,7 @@ def hunt():
         yield hunt
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n not in QUICK)])
 def test_a_planted_bug_is_named(hunt, name):
     (bug,) = [bug for bug in planted_bugs.BUGS if bug.name == name]

@@ -181,6 +181,7 @@ CORRUPTED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CORRUPTED)
 def test_numerics_errors_name_the_first_bad_tensor(case, tmp_path, backend_name):
     pattern, value, first = CORRUPTED[case]

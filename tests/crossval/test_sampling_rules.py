@@ -65,7 +65,7 @@ def test_the_stages_are_the_rules_of_generation(seed):
         np.testing.assert_allclose(RIGHT.run(row, params), truth(row, params), atol=1e-12)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "rule", [rule for rule in WRONG_RULES if rule.name != "top_p_strict"], ids=lambda rule: rule.name
 )

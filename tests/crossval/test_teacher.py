@@ -27,6 +27,7 @@ def on(backend, m):
     return bitnet_ref.Model(m.config, plain_weights(m.weights), backend, m.path)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_bitlinears_are_equal_on_every_golden_case(case, backend_name):
     found = teacher_forced(model(GOLDEN / case), model(GOLDEN / case, backend_name), TOKENS)
@@ -41,7 +42,7 @@ def test_bitlinears_are_equal_on_every_golden_case(case, backend_name):
     assert blocks <= {op.name for op in found.ops}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_a_run_holds_against_itself(case, backend_name):
     m = model(GOLDEN / case, backend_name)
@@ -56,7 +57,7 @@ HEADS = defaultdict(set, v_proj={"blocks.0.attn.hook_v", "blocks.1.attn.hook_v"}
 LINEARS = [name for name, _ in model(GOLDEN / CASE).weights.linears() if name != "lm_head"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("linear", LINEARS)
 def test_a_changed_weight_is_named(linear):
     """One of the matrix's -1, 0, +1 changed to another."""
@@ -135,7 +136,7 @@ WRONG_OPS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("op", WRONG_OPS)
 def test_a_wrong_op_is_named(op):
     change, name = WRONG_OPS[op]
@@ -173,6 +174,7 @@ def test_a_wrong_block_is_named(block, change, name):
     assert {op.kind for op in found.ops if op.status != "ok"} == {"residual"}
 
 
+@pytest.mark.thorough
 def test_a_flip_inside_a_block_is_expected():
     """Noise that every op is allowed moves some activation inside a block to a neighbouring integer."""
     m = model("storyteller")
@@ -190,6 +192,7 @@ def test_a_flip_inside_a_block_is_expected():
     assert not [op for op in ops if op.status == "differs" and op.kind == "residual"]
 
 
+@pytest.mark.thorough
 def test_an_error_after_a_flip_does_not_hide():
     """A flip at the first token reaches all others, and from there on a free run can hide a norm that is off by a two
     thousandth. Op by op it is seen, and named."""

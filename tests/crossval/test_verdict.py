@@ -294,6 +294,7 @@ def test_a_place_is_named_by_what_it_counts(name, shape, axis, indices, words):
     assert wording.place_in_words(f"blocks.0.{name}", shape, False, setting, axis, indices) == words
 
 
+@pytest.mark.thorough
 def test_a_value_is_worked_through(tmp_path, seen):
     """Whether a cause is found or not: the present line of the reference, and the engine's own value."""
     m, name = model(CASE), "blocks.1.mlp.hook_post"
@@ -326,6 +327,7 @@ def test_how_many_are_not_tested(tmp_path, seen):
 ENGINE = "import shutil, sys\nshutil.copyfile(sys.argv[1] + {which!r}, sys.argv[2])\n"
 
 
+@pytest.mark.thorough
 def test_watch(tmp_path, seen):
     write_trace(tmp_path / "right", seen, IDS, engine="theirs")
     name = "blocks.1.mlp.hook_post"

@@ -95,6 +95,7 @@ def asked(*args):
     return SimpleNamespace(args=args)
 
 
+@pytest.mark.thorough
 def test_texts_and_scores_within_a_length():
     """Contexts that are too long are cut on their left; the last token of a continuation is not read."""
     harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")

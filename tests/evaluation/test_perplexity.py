@@ -95,6 +95,7 @@ def test_a_models_score_is_that_of_transformers(name):
     assert (count, nll) == (len(ids) - 1, pytest.approx(-theirs, rel=1e-5))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_protocol(protocol):
     found = perplexity(story(), TEXT, protocol, LENGTH)
@@ -153,6 +154,7 @@ class Interrupted(Here):
             yield index, result
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[perplexity.__module__], "WINDOWS_AT_A_TIME", 1)
     state, whole = tmp_path / "state.json", perplexity(story(), TEXT, "gptq", LENGTH)

@@ -90,7 +90,7 @@ def test_what_lies_beside_a_file_of_its_own_is_not_for_it(tmp_path):
     assert not any(isinstance(w, AdaptedLinear) for _, w in linears)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_every_path(case):
     path, _ = case
     reference = model(path)
@@ -116,6 +116,7 @@ def test_each_op_is_judged(case):
     assert changed.first_divergence.name == name
 
 
+@pytest.mark.sample(2)
 def test_mistakes_are_named(case):
     path, golden = case
     m = model(path)
@@ -201,6 +202,7 @@ def test_linears_that_share_a_tensor(tmp_path):
     assert difference(bitnet_ref.load(base, adapter="none").logits(tokens), wanted) > 0.1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("keys", "field"),
     [

@@ -53,7 +53,7 @@ def test_golden(name, backend_name):
     np.testing.assert_allclose(m.logits(golden["tokens"]), golden["logits"], rtol=0, atol=case["tolerance"])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_native_file_of_it_is_the_same_model(name, tmp_path):
     path = CASES / name / json.loads((CASES / name / "case.json").read_text())["path"]
@@ -196,7 +196,7 @@ def test_blocks_are_written_as_llama_cpp_writes_them(name, target, tmp_path):
             np.testing.assert_array_equal(ours.read_raw(each), theirs.read_raw(each))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

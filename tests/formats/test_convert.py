@@ -116,7 +116,7 @@ def pairs():
         yield pytest.param(BITNET_TARGETS[first], BITNET_TARGETS[second], marks=marks)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("first", "second"), list(pairs()))
 def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, tiles):
     """Compared with the golden BitNet itself, so what `convert` proves of each step is not taken for granted."""
@@ -129,6 +129,7 @@ def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, til
     assert proof.same_choice
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("target", BITNET_TARGETS)
 def test_the_bytes_are_reproducible(target, every_format, tmp_path, tiles):
     convert(BITNET, named(tmp_path, target), target, tl_tiles=tiles[target], verify=False)
@@ -156,6 +157,7 @@ def test_storyteller_still_tells_its_story(target, tmp_path):
 DENSE_TARGETS = ("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", DENSE_TARGETS)
 @pytest.mark.parametrize("mistral", [False, True])
 def test_a_dense_model(target, mistral, tmp_path):
@@ -197,6 +199,7 @@ def test_a_refusal_names_formats_that_exist(target, tmp_path):
     assert set(named_targets) < set(TARGETS)
 
 
+@pytest.mark.thorough
 def test_every_refusal_names_a_format_that_takes_the_model(tmp_path):
     odd = BITNET_CONFIG | {"intermediate_size": 28, "hidden_size": 20, "num_attention_heads": 5}
     cases = [
@@ -522,7 +525,7 @@ def test_what_a_proof_says_of_tokenizers(tmp_path):
         assert prove(source, without, compute=False).problems == ["the tokenizer was left behind"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["hf-packed", "native", "onnx", "gguf-i2_s"])
 def test_the_template_for_tools_goes_along(target, tmp_path):
     """From a folder, where it is in a folder of its own, and from a GGUF, which has a key for it."""
@@ -641,6 +644,7 @@ def test_where_a_result_may_be(name, target, overwrite, message, tmp_path):
     assert list(caught.value.mentions) == ["overwrite=True"]
 
 
+@pytest.mark.thorough
 def test_the_table_of_formats():
     rows = {row["target"]: row for row in invoke_json("convert", "--matrix", GOLDEN / "llama-dense")}
     assert (rows["native"]["holds"], rows["gguf-q8_0"]["holds"], rows["gguf-i2_s"]["holds"]) == (

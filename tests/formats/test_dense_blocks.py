@@ -27,6 +27,7 @@ def in_float32(weights):
     return replace(weights, layers=tuple(layers))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_blocks_stay_as_they_are_stored(kind, tmp_path):
     """Rows in the converter's order of heads among them; the logits are those of the widened matrices, to the bit."""

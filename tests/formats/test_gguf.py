@@ -205,6 +205,7 @@ SCALARS = st.one_of(
 )
 
 
+@pytest.mark.thorough
 @given(
     values=st.dictionaries(
         st.text(min_size=1, max_size=12).filter(lambda k: k != "general.alignment"), SCALARS, max_size=6
@@ -351,6 +352,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_files(case, tmp_path):
     content, message, field = BAD[case]

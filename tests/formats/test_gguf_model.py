@@ -351,6 +351,7 @@ def test_the_layers_that_show_a_layout(layers, looked_at, monkeypatch):
     assert find_i2_s_layout(file_of(), config, "arm", lambda name: None, notes) == "x86"  # nothing is in a layout
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_a_trained_model_is_found(layout, tmp_path):
     source = export(ASSETS / "storyteller", tmp_path / "x86.gguf", "i2_s", dense_type="F32")

@@ -166,6 +166,7 @@ def test_a_model_saved_without_its_head(tmp_path):
 EVERY = [*tiny_tensors(BITNET)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_missing_tensor(tmp_path, name):
     tensors = tiny_tensors(BITNET)
@@ -173,6 +174,7 @@ def test_a_missing_tensor(tmp_path, name):
     check_error(write_checkpoint(tmp_path, BITNET, tensors), "missing", field=name)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_tensor_of_another_shape(tmp_path, name):
     tensors = tiny_tensors(BITNET)

@@ -55,6 +55,7 @@ def assert_same_model(a, b):
     assert replace(a.config, **same) == replace(b.config, **same)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["hf-packed", "hf-bf16"])
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_a_written_folder_is_the_same_model(case, kind, tmp_path):
@@ -104,6 +105,7 @@ def float_dtypes(folder):
     return dtypes - {"U8"}, DTYPES[config["dtype"]]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("source", "kind", "dtype"),
     [

@@ -115,7 +115,7 @@ def put(kind, path, outside):
     kind(path, outside)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_file_of_a_folder(kind, tmp_path):
     """Refused by what reads it, in each use; and nothing of a file outside is in what is written."""
@@ -142,6 +142,7 @@ def test_every_file_of_a_folder(kind, tmp_path):
         assert not folder.with_suffix(".bitnet.safetensors").exists()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [PROMPTS_FILE, LENGTH_FILE])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_embed_reads_beside_a_model(kind, name, tmp_path):

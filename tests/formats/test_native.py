@@ -74,7 +74,7 @@ def native(tmp_path):
 # -- what is in it -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_same_model(case, storage, tmp_path):
@@ -313,6 +313,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files(name, native):
     check_bad(BAD[name], *native)
@@ -421,6 +422,7 @@ def test_a_tokenizer_of_two_dimensions(native):
         bitnet_ref.load(path)
 
 
+@pytest.mark.thorough
 def test_truncated_at_every_byte_of_the_header_and_in_the_data(native):
     path, _, _ = native
     data = path.read_bytes()

@@ -61,7 +61,7 @@ def step(s, cfg, ids, past=None, mask=None, positions=None):
     return logits, present
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_golden_logits(case, tmp_path):
     m, tokens = model(GOLDEN / case), golden(case)["tokens"]

@@ -45,6 +45,7 @@ def export(source, path, inside=False, **options):
 # -- what can be read --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_our_own_exports_come_back_bit_for_bit(case, tmp_path):
     export(GOLDEN / case, tmp_path / "m.onnx")
@@ -547,6 +548,7 @@ LIES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lie", LIES)
 def test_files_that_lie(lie, tmp_path):
     edit, says = LIES[lie]

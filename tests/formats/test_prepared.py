@@ -334,6 +334,7 @@ def sealed(header, data, alignment=64):
     return raw_safetensors(text + b" " * (-(8 + len(text)) % alignment), data)
 
 
+@pytest.mark.thorough
 def test_a_forged_file_whose_arrays_are_not_aligned(tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     expected = load(folder).logits([1, 2, 3])

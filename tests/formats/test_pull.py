@@ -552,6 +552,7 @@ def test_kill_9_in_the_middle_then_again(hub, model_files):
     assert bitnet_ref.load("org/tiny", backend="numpy").config.num_hidden_layers == 2
 
 
+@pytest.mark.thorough
 def test_kill_9_in_an_update(hub, model_files):
     """The name means the old version until the new one is whole."""
     hub.put("org/tiny", "main", model_files)

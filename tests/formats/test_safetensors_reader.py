@@ -127,6 +127,7 @@ def test_tensors_in_any_order_in_the_header(tmp_path):
         assert file.read("none").shape == (0,)
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.lists(st.integers(0, 4), max_size=3), max_size=4))
 def test_any_names_and_shapes(tmp_path_factory, shapes):
     shapes.pop("__metadata__", None)

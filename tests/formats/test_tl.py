@@ -114,6 +114,7 @@ def test_bitnet_cpps_own_bytes(kind):
     np.testing.assert_array_equal(pack_tl(kind, w_t, tiles), data)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(32, 96), (64, 128), (96, 160), (64, 352), (128, 608), (64, 192)])
 def test_the_layout_in_loops(kind, shape):

@@ -228,6 +228,7 @@ def schema_of_tools(count):
     return {"anyOf": [{"$ref": f"#/$defs/T{n}"} for n in range(count)], "$defs": definitions}
 
 
+@pytest.mark.thorough
 def test_large_grammars_and_schemas_of_people_are_accepted():
     guides = [
         ("guided_grammar", grammar_of_a_language(100)),

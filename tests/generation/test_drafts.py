@@ -127,6 +127,7 @@ def test_drafts_between_greedy_steps_in_a_row(options, starts, wrong):
     assert facts(outs) == plain
 
 
+@pytest.mark.thorough
 def test_both_kinds_of_steps_are_taken(monkeypatch):
     """In one text, of which the second half is a copy."""
     monkeypatch.setattr(GENERATE, "StepTimes", OftenTimes)
@@ -139,6 +140,7 @@ def test_both_kinds_of_steps_are_taken(monkeypatch):
     assert facts(out) == facts(subject.generate("Once upon a time", max_tokens=200, ignore_eos=True))
 
 
+@pytest.mark.thorough
 def test_guesses_save_steps(steady, monkeypatch):
     monkeypatch.setattr(greedy, "MOST_S", 0)  # steps in a row, or one by one, as the machine is busy
     subject = model("storyteller", "cython")

@@ -153,6 +153,7 @@ def test_bad_arguments_of_stream_raise_at_once():
         model("storyteller").stream("Alice", top_p=2)
 
 
+@pytest.mark.sample(2)
 def test_several_python_threads_may_use_one_model(story):
     alone = [story.generate(prompt, max_tokens=12) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:

@@ -63,7 +63,7 @@ def test_bad_guides_of_every_kind_are_the_requests_own_error(vocabulary, prover)
         prove(vocabulary, guided_json={"oneOf": [{"type": "integer"}, {"type": "number"}]})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "value"),
     [("CPU_S", 0.3), ("MEMORY_BYTES", 1 << 22), ("STACK_BYTES", 1 << 16)],

@@ -59,7 +59,7 @@ def label(case):
     return f"{case['model']}-{len(case['prompt'])}-{given}"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_beams(case):
     params = {key: value for key, value in case.items() if key not in ("model", "prompt", "end", "out", "scores")}

@@ -212,6 +212,7 @@ def talker(tmp_path_factory):
     return bitnet_ref.load(folder, backend=FAST, threads=2)
 
 
+@pytest.mark.thorough
 def test_a_chat_drops_its_oldest_turns_and_keeps_the_system_text(talker):
     system = {"role": "system", "content": "Be kind."}
     session = talker.chat(system="Be kind.", overflow="truncate", window=120, max_tokens=20, ignore_eos=True)
@@ -253,6 +254,7 @@ def test_a_chat_that_slides(talker):
 # -- the shell ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_shell_says_what_was_dropped(talker):
     arguments = [
         "generate",

@@ -92,6 +92,7 @@ def draws():
     return [by_blocks, *kernel_draws()]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000, 4096])
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0])
 @pytest.mark.parametrize("draw", draws(), ids=["NumPy", *SETS])
@@ -125,6 +126,7 @@ def rows_of_logits(draw):
     return logits.astype(np.float32)
 
 
+@pytest.mark.thorough
 @settings(max_examples=300)
 @given(
     rows_of_logits(),

@@ -72,7 +72,7 @@ def changed(path, source, values=None, drop=(), data=None, types=None):
 # -- what it says of good files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_format_is_what_load_makes_of_it(formats, target):
     found, model = inspect_model(formats[target]), bitnet_ref.load(formats[target], backend="numpy", threads=1)
@@ -91,6 +91,7 @@ def test_every_format_is_what_load_makes_of_it(formats, target):
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+@pytest.mark.thorough
 def test_words_for_each_format(formats):
     words = {
         "native": ("native, version 1", "packed to 2 bits", "wherever the model came from"),

@@ -39,6 +39,7 @@ def messages(found, severity="error"):
 # -- good checkpoints --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", ["storyteller", *(GOLDEN / case for case in GOLDEN_CASES)], ids=str)
 def test_says_what_load_makes_of_it(path):
     found, model = inspect_model(path), bitnet_ref.load(path, backend="numpy", threads=1)
@@ -74,6 +75,7 @@ WITHOUT_THETA += ("llama-packed-skips", "llama-tied-duplicate", "llama-unpacked-
 WITHOUT_THETA += ("mistral-window1", "mistral-window3", "granite", "olmo2")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("folder", [*(GOLDEN / case for case in GOLDEN_CASES), *FAMILIES], ids=lambda path: path.name)
 def test_every_finding_about_a_good_checkpoint(folder):
     found = inspect_model(folder)

@@ -95,7 +95,7 @@ def here(monkeypatch):
     monkeypatch.chdir(DATA)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("path", models())
 def test_the_report_of_a_model(path):
     found, expected = report_of(path), recorded(RECORDED)[path]
@@ -290,7 +290,7 @@ def odd_report(name):
     return plain({**shown, "findings": findings, "ternary": planes, "tensors": tensors, "html": html})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ODD)
 def test_the_report_of_an_odd_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -254,6 +254,7 @@ def test_pictures():
         assert picture.partition("</pre>")[0].splitlines() == f"<pre>{found.text()}".splitlines()[:2]
 
 
+@pytest.mark.thorough
 def test_what_the_pictures_show():
     pytest.importorskip("matplotlib")
     found = show_tensor(PACKED, "blocks.0.mlp.down_proj")  # (256, 768)

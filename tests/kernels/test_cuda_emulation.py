@@ -199,6 +199,7 @@ def test_a_failed_launch_leaves_nothing_behind(file):
     np.testing.assert_array_equal(device.to_host(y), np.arange(64)[::-1])
 
 
+@pytest.mark.thorough
 def test_a_missing_barrier_shows_in_another_order(file):
     results = []
     for kernel in ("no_barrier", "with_barrier"):

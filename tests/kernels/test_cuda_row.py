@@ -53,6 +53,7 @@ def equal_bits(ws, found, expected):
     np.testing.assert_array_equal(ws.download(found).view(np.int32), expected.view(np.int32))
 
 
+@pytest.mark.thorough
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 80), st.integers(1, 1200), *[st.booleans()] * 3)
 @example(0, 1, 1, False, False, False)
@@ -133,6 +134,7 @@ def test_rows_that_begin_anywhere(ws):
         equal_bits(ws, y, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(x[:, part], Norm(norm[part], 1e-5)), weight))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("n_in", [100, 2560, 6912, 9001, 16_384, 16_385, 40_000])
 @pytest.mark.parametrize("source", list(SOURCES))
 def test_a_row_is_the_same_in_any_company(ws, n_in, source):
@@ -160,6 +162,7 @@ def test_a_row_is_the_same_in_any_company(ws, n_in, source):
     equal_bits(ws, rms_norm(ws, ws.upload(source_rows), norm), normed)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 700), st.sampled_from(list(GATES)), st.booleans())
 @example(0, 300, 40, "relu2", False)  # more rows than blocks

@@ -78,11 +78,13 @@ def test_any_shape_equals_the_reference(kernels, seed, tokens, n_out, n_in):
     check(kernels, *random_case(seed, tokens, n_out, n_in), {None, names[1 + seed % (len(names) - 1)]})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32, 65, 130])
 def test_every_kernel_that_takes_them(kernels, tokens):
     check(kernels, *random_case(0, tokens, 150, 400), kernels_for(tokens))
 
 
+@pytest.mark.sample(2)
 @emulated
 @pytest.mark.parametrize("order", [1, 2])
 def test_the_order_of_threads_does_not_matter(order):

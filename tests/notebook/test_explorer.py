@@ -51,6 +51,7 @@ def test_the_bundle_holds_a_picture_for_where_no_kernel_is(after):
     assert "temperature" in metadata["image/png"]["alt"]
 
 
+@pytest.mark.thorough
 def test_without_ipywidgets_it_is_a_picture(after, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     explorer = after.explore()

@@ -69,7 +69,7 @@ def test_cache_memory_is_what_a_cache_holds():
     assert (found["sliding"] // page).max() == 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "sinks"), [("sliding", 0), ("sinks", 4)])
 def test_tokens_held_are_those_that_generation_sees(policy, sinks):
     """After each overflow that a real run reports, the tokens that it says the model saw."""

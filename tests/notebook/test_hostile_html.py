@@ -37,6 +37,7 @@ def random_names(count):
     return ["".join(dice.choices(pieces, k=dice.randint(1, 8))) for _ in range(count)]
 
 
+@pytest.mark.thorough
 @needs_chromium
 @pytest.mark.parametrize("names", [NAMES, pytest.param(random_names(200), marks=pytest.mark.slow)], ids=["8", "200"])
 def test_names_and_texts_run_nothing(names, tmp_path):
@@ -61,6 +62,7 @@ def test_names_and_texts_run_nothing(names, tmp_path):
     check_in_chromium(tmp_path / "page.html", pages)
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_a_generation_keeps_to_the_width_of_its_cell(tmp_path):
     """Also a long word; and a line from right to left has its end on its left."""

@@ -33,6 +33,7 @@ def test_one_stage_for_each_parameter_that_does_something(after):
     assert [stage.name for stage in after.stages(temperature=1.0)] == ["the model"]
 
 
+@pytest.mark.thorough
 def test_the_last_stage_is_what_is_sampled_from(after):
     last = after.stages(**ALL)[-1]
     ids, probabilities = distribution(after.logits, SamplingParams(**ALL))

@@ -86,6 +86,7 @@ def test_a_client_that_sends_too_much_reads_why_it_is_refused():
                 assert client.recv(1 << 10).startswith(f"HTTP/1.1 {status} ".encode()), status
 
 
+@pytest.mark.thorough
 def test_long_work_ends_in_time_and_leaves_the_others_alone():
     limits = ServerLimits(request_timeout_s=0.2)
     text = "Once upon a time there was a fox of 7 years. " * 80_000

@@ -258,6 +258,7 @@ def test_the_events_of_a_response(ask):
     assert stream[0][1]["response"]["id"] == final["id"]
 
 
+@pytest.mark.thorough
 def test_calls_and_their_outputs(ask):
     pytest.importorskip("llguidance")
     body = {"input": "Hello", "max_output_tokens": 60, "tools": [CLOCK_ITEM, {"type": "web_search"}]}

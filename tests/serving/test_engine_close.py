@@ -154,6 +154,7 @@ def test_a_dropped_engine_ends_its_thread():
     assert not thread.is_alive()
 
 
+@pytest.mark.thorough
 def test_a_program_that_never_closes_its_engine_ends():
     code = (
         "import json, bitnet_ref\n"
@@ -165,6 +166,7 @@ def test_a_program_that_never_closes_its_engine_ends():
     assert run_python(code)
 
 
+@pytest.mark.thorough
 def test_a_forked_child_is_told():
     engine = model("storyteller", "auto").engine()
     stream = engine.stream("Alice", max_tokens=100)

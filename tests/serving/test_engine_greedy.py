@@ -52,6 +52,7 @@ def single_steps(model, prompt, **params):
     return row.result()
 
 
+@pytest.mark.thorough
 def test_generate_and_stream_take_steps_in_a_row(story, groups):
     expected = [single_steps(story, prompt, max_tokens=30) for prompt in TEXTS]
     assert groups == []
@@ -75,6 +76,7 @@ def test_a_stream_that_is_closed_has_only_what_was_read(story):
     assert read == single_steps(story, TEXTS[0], max_tokens=10).token_ids
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_requests_get_what_plain_decoding_gives(story, data):

@@ -120,6 +120,7 @@ class Panic(BaseException):
 RAISED = [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, StopIteration, Panic, RecursionError]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("raised", RAISED, ids=lambda raised: raised.__name__)
 def test_whatever_a_callback_raises_ends_its_own_request(engine, raised):
     def bad(*_):
@@ -136,6 +137,7 @@ def test_whatever_a_callback_raises_ends_its_own_request(engine, raised):
     assert gist(other.result()) == gist(engine.model.generate("Alice", max_tokens=20))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("moved", [[10**6], [-1], [0.5], [2**63], ["x"], [True]])
 def test_ids_that_a_processor_moves_reach_no_other_row(engine, moved):
     class Moves:
@@ -225,7 +227,7 @@ def computed(handle):
     return handle.stats.generated_tokens
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache_tokens", [800, 240])
 def test_a_reader_that_stops_pauses_its_stream_only(story, cache_tokens):
     """With 800 tokens of cache the streams keep their pages; with 240 others need them."""

@@ -75,6 +75,7 @@ loads = given(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @loads
 def test_whatever_comes_every_request_gives_what_it_gives_alone(arrivals, batch, more, pool, sharing):

@@ -4,4 +4,4 @@ from engine_machine import EngineMachine
 from hypothesis import Phase, settings
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=10, stateful_step_count=25, phases=[Phase.generate])
+TestEngineMachine.settings = settings(max_examples=3, stateful_step_count=25, phases=[Phase.generate])

@@ -220,7 +220,7 @@ def test_what_no_request_may_ask_for(tmp_path):
     assert invoke_json("inspect", folder)["tokenizer"]["sampling"] == {"temperature": "inf"}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "recommended",
     [

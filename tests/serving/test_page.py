@@ -131,6 +131,7 @@ def test_the_state_of_an_engine(server):
     check(engine)
 
 
+@pytest.mark.thorough
 def test_what_is_shown_of_much(server, monkeypatch):
     """The last steps, the first of the unfinished requests with the running ones before, and the pages up to the last
     that holds something."""
@@ -327,6 +328,7 @@ HOSTILE = """<script>window.bad = 1</script> <img src=x onerror="window.bad = 1"
 """
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_hostile_markdown_does_nothing(open_page):
     page = open_page()

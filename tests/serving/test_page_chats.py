@@ -249,6 +249,7 @@ def test_exports(page, tmp_path):
     assert (tmp_path / "conversation.md").read_text() == expected
 
 
+@pytest.mark.thorough
 def test_edited_messages_are_branches(page):
     send(page, "Hello")
     before = shown(page)

@@ -100,6 +100,7 @@ def test_searches_that_take_pages_and_places_from_each_other(story, cache_tokens
     check(engine)
 
 
+@pytest.mark.thorough
 def test_searches_on_a_model_whose_states_no_beam_can_share():
     hybrid, prompts = model(DATA / "families" / "qwen3_5-groups128-hybrid", BACKEND), [[5, 9, 7, 11, 3], [8, 2, 6]]
     options = {"num_beams": 3, "n": 2, "max_tokens": 8, "ignore_eos": True}
@@ -188,6 +189,7 @@ def test_replicas_by_their_settings(tmp_path, monkeypatch):
         assert other.result().prompt_token_ids != engine.chat(messages, max_tokens=5).result().prompt_token_ids
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not cuda.emulation_wanted(), reason="needs two cards, which the emulation has")
 def test_each_replica_has_cards_of_its_own():
     tiny = GOLDEN / "bitnet-packed-offline"

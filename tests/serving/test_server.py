@@ -117,6 +117,7 @@ def test_several_prompts_and_the_best_of_several(client, whole):
     assert best.usage.completion_tokens == 30
 
 
+@pytest.mark.thorough
 def test_the_best_is_the_likeliest_per_token(client):
     """Of texts of several lengths, by the mean of the log probabilities; the best one first, in each prompt's place."""
     prompts, sampling = [PROMPT, "Alice"], {"max_tokens": 12, "stop": [",", "."], "temperature": 1.0}
@@ -648,6 +649,7 @@ def sleepy(ids, logits, generator):
     return 5
 
 
+@pytest.mark.thorough
 def test_models_come_and_go():
     sources = {"a": STORY, "b": GOLDEN / "bitnet-packed-offline"}
     with RunningServer(sources, budget=105_000_000, idle_s=0.2, settings={"cache_tokens": 256}) as server:
@@ -713,6 +715,7 @@ def test_a_client_that_goes_away_frees_its_pages(talker):
     check(engine)
 
 
+@pytest.mark.thorough
 def test_a_reader_that_stops_pauses_itself_alone(whole):
     settings = {"max_unread": 4, "max_batch": 4}
     body = {"prompt": PROMPT, "max_tokens": 250, "logprobs": 20, "temperature": 0, "stream": True, "ignore_eos": True}
@@ -737,6 +740,7 @@ def test_a_reader_that_stops_pauses_itself_alone(whole):
 # -- asynchronous clients, and the process -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_many_asynchronous_streams_equal_their_single_runs(running, whole):
     prompts = ["Alice", "The old man", "It was", PROMPT, "The rabbit ran", "She"]
 
@@ -759,6 +763,7 @@ def test_many_asynchronous_streams_equal_their_single_runs(running, whole):
         assert text == whole(prompts[number % len(prompts)], max_tokens=15, temperature=0.8, seed=number)[0]
 
 
+@pytest.mark.thorough
 def test_the_command_drains_when_it_is_ended(whole):
     command = process(
         "serve", "--port", "0", "--json", *FAST, "--allow-origin", "x", stdout=-1, text=True, module="bitnet_ref"

@@ -854,7 +854,7 @@ def test_refusals(server, name):
     assert server.post(COMPLETION, {"model": "storyteller", "prompt": P, "max_tokens": 1})[0] == 200  # it goes on
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_wherever_they_end(ask, stream):
     """Every piece of the text as a stop string: those inside a token, those of several, the earliest of two."""

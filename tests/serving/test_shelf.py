@@ -75,6 +75,7 @@ def test_what_a_model_holds(opened, path, is_tied):
     assert engine.metrics.labels["model_name"] == "m"
 
 
+@pytest.mark.thorough
 def test_room_is_made_by_the_one_that_was_idle_longest(tmp_path, opened):
     async def run():
         shelf = ModelShelf(copies(tmp_path, "abc"), opened)

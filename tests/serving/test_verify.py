@@ -114,7 +114,7 @@ def test_a_token_may_be_called_as_a_field_is():
     assert compare(*answers, "/v1/completions").verdict == "equal"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ASKED)
 def test_what_was_served_comes_again(name, answers, alone, server):
     request, answer = answers[name]
@@ -127,6 +127,7 @@ def test_what_was_served_comes_again(name, answers, alone, server):
     assert verdict["fingerprint"] == found.fingerprint
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ASKED)
 def test_clients_write_null_for_what_is_absent(name, answers, alone):
     """As the openai client's model_dump_json does, with ids and times of their own."""
@@ -333,6 +334,7 @@ def test_a_response_whose_conversation_is_not_there(answers, alone):
         check(alone, {**request, "previous_response_id": "resp_1"}, answer)
 
 
+@pytest.mark.thorough
 def test_an_answer_may_be_anything(answers, alone):
     """No answer breaks the comparison, whatever it has where."""
     shuffled = random.Random(7)
@@ -400,6 +402,7 @@ def test_it_is_computed_once_for_an_engine_and_its_model(monkeypatch):
         assert (fingerprint_of(engine, "x"), len(made)) == (first[2], 3)
 
 
+@pytest.mark.thorough
 def test_what_has_a_part_in_it(tmp_path):
     folder = chat_folder(tmp_path)
     first = fingerprint(folder)

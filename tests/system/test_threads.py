@@ -90,7 +90,7 @@ print(json.dumps([allowed, sorted(usable_cpus()), *machine_threads(), model.back
 """
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp binds threads on Linux only")
 @pytest.mark.skipif(why_unavailable() is not None, reason="the extension is not built")
 @pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", "OMP_PLACES=threads", "GOMP_CPU_AFFINITY={cpus}", "one"])
@@ -288,6 +288,7 @@ print(__import__("json").dumps(errors))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of an address space is Linux's")
 @pytest.mark.skipif(why_unavailable() is not None, reason="the extension is not built")
 def test_a_thread_that_cannot_start_its_team_gets_an_error():
@@ -333,7 +334,7 @@ except (bitnet_ref.errors.BitNetRefError, MemoryError) as error:
 """
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on memory as Linux has them")
 @pytest.mark.parametrize(("stack", "room"), [("2147483648K", 0), ("999999999G", 0), ("", 24 << 20), ("", 64 << 20)])
 def test_no_memory_for_the_team_is_an_error(stack, room):
