@@ -7,6 +7,7 @@ files use them unchanged; ONNX exports use Hugging Face's.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from ..families import FAMILIES, family_of, family_table
 from ..families.family import PartNames
@@ -26,6 +27,7 @@ _PATTERN = re.compile(r"(?:(?:[\w.]|\\[.dw]|\[[\w-]+\])[*+?]?|[\^$|()])*")
 _MAX_REPEATS, _MAX_WAYS, _MAX_PATTERN = 2, 400, 500
 
 
+@lru_cache
 def is_simple_pattern(pattern: str) -> bool:
     """Whether it is a regular expression of modules' names that takes no long time: it repeats no group and few
     letters, and its groups have few ways to go through all of them."""

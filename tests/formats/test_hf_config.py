@@ -404,6 +404,14 @@ def test_hostile_sizes(key, value):
             {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": [""]}},
             "quantization_config.modules_to_not_convert",
         ),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": ["re:.*q_proj"]}},
+            "quantization_config.modules_to_not_convert",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": ["(.*)*q_proj"]}},
+            "quantization_config.modules_to_not_convert",
+        ),
     ],
 )
 def test_bad_values_name_their_key(change, field):
