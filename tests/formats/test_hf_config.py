@@ -405,6 +405,13 @@ def test_hostile_sizes(key, value):
             "quantization_config.modules_to_not_convert",
         ),
         (
+            {
+                "tie_word_embeddings": True,
+                "quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": []},
+            },
+            "quantization_config.modules_to_not_convert",
+        ),
+        (
             {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": ["re:.*q_proj"]}},
             "quantization_config.modules_to_not_convert",
         ),

@@ -18,6 +18,7 @@ from ...families.family import SIZES, SLIDING, HfForm, activation_name, fields_o
 from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
+from ..checkpoint import is_ternary
 from ..names import is_simple_pattern
 from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
 from .packings import check_awq
@@ -209,6 +210,9 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) ->
         fields["rope"] = keys.rope()
     _check_layer_types(keys, fields.get("layer_types", ()))
     config = FAMILIES[model_type].config(**fields)
+    if config.tie_word_embeddings and is_ternary(config, "lm_head"):
+        message = "lacks lm_head, which tie_word_embeddings makes the embedding: a BitLinear of that is not supported"
+        raise ConfigError(message, field="quantization_config.modules_to_not_convert")
     doubts += check_unread(raw, keys.read, config)
     return config
 
