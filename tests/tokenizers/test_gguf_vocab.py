@@ -180,6 +180,15 @@ def test_other_names(pre: str) -> None:
     assert again == {"llama3": "llama-bpe", "falcon3": "llama-bpe", "stablelm2": "qwen2"}.get(pre, pre)
 
 
+@pytest.mark.parametrize("padding", [4097, 2**32 - 1])
+def test_padding_outside_of_the_vocabulary_is_ignored(padding: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As in llama.cpp, which warns."""
+    out = gguf_from_tokenizer_files(FILES)
+    files = tokenizer_files_from_gguf(out | {G + "padding_token_id": padding})
+    assert f"padding_token_id: {padding} ignored" in caplog.text
+    assert files == tokenizer_files_from_gguf({key: out[key] for key in out if key != G + "padding_token_id"})
+
+
 def test_where_mistrals_and_minicpm5s_pre_tokenizers_cut() -> None:
     """A capital letter begins a piece in "tekken"; "minicpm5" cuts numbers off, in threes."""
     for pre, pieces in (
