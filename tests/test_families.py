@@ -535,6 +535,8 @@ def test_layers_of_gemma():
         model_type="gemma3_text", num_hidden_layers=7, sliding_window=8, rope_theta=7e5, rope_local_base_freq=5e3
     )
     assert old.layer_types.index("full_attention") == 5
+    patterns = {"sliding_window_pattern": 2, "_sliding_window_pattern": 3}  # transformers reads the first
+    assert parse(model_type="gemma3_text", num_hidden_layers=7, **patterns).layer_types.index("full_attention") == 1
     assert (old.rope.theta, old.local_rope.theta, old.query_scale) == (7e5, 5e3, 1.0)
     stretched = parse(model_type="gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert (stretched.rope.factor, stretched.local_rope.rope_type) == (8.0, "default")

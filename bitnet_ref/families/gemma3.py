@@ -152,7 +152,7 @@ def _read(keys: HfKeys) -> dict[str, Any]:
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if (value := keys.get(key)) not in (None, False):
             raise ConfigError(f"{value!r} is not supported for gemma3_text; expected null", field=key)
-    pattern = keys.get("_sliding_window_pattern", keys.get("sliding_window_pattern", 6))
+    pattern = keys.get("sliding_window_pattern", 6)
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
         raise ConfigError(f"expected a number of layers, got {pattern!r}", field="sliding_window_pattern")
     layers, head_dim = keys.count("num_hidden_layers"), keys.count("head_dim")

@@ -8,6 +8,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..reference.config import ModelConfig
 from .family import (
+    FULL,
+    SLIDING,
     Architecture,
     Family,
     GgufForm,
@@ -103,6 +105,18 @@ def _read_bitnet(keys: HfKeys) -> dict[str, Any]:
     return {"sub_norms": False, "quantization": quantization and replace(quantization, int8_activations=False)}
 
 
+def _read_mistral(keys: HfKeys) -> dict[str, Any]:
+    """With layer_types transformers' AutoModel takes its class of Ministral, whose layers have a window or none."""
+    window = keys.get("sliding_window")
+    by_default = [FULL if window is None else SLIDING] * keys.count("num_hidden_layers")
+    return keys.layer_types(window, by_default)
+
+
+def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+    types = {"layer_types": list(config.layer_types)} if config.layer_types else {}
+    return {"sliding_window": config.sliding_window, **types}
+
+
 def _class_of(config: ModelConfig) -> str:
     """The fields alone tell LLaMA, Mistral and BitNet apart."""
     weight_only = config.quantization is not None and not config.quantization.int8_activations
@@ -154,8 +168,8 @@ FAMILIES = (
         hf=HfForm(
             "MistralForCausalLM",
             _MISTRAL,
-            lambda keys: {"sliding_window": keys.get("sliding_window")},
-            lambda config: {"sliding_window": config.sliding_window},
+            _read_mistral,
+            _write_mistral,
             class_of=_class_of,
             flags=(),
         ),

@@ -7,6 +7,7 @@ Parts of a model are called by our own names, whatever the file calls them: "emb
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ from ..system.sharing import folder_of
 from ..tokenizers.settings import TOOL_TEMPLATE
 from .binary_file import Closeable
 from .gguf.i2_s import LAYOUTS
-from .names import hf_module
+from .names import hf_module, is_simple_pattern
 from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
@@ -304,15 +305,18 @@ def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
 
 
 def is_ternary(config: ModelConfig, name: str) -> bool:
-    """Whether a linear is a BitLinear. Patterns of modules_to_not_convert mean what they mean in transformers:
-    a pattern is the start of a module's path or its end; with `*` it is a glob."""
+    """Whether a linear is a BitLinear. Patterns of modules_to_not_convert mean what they mean in transformers: a
+    pattern is the start of a module's path, as a regular expression, or its end. Others are globs."""
     if config.quantization is None:
         return False
     module = hf_module(name)
     for pattern in config.quantization.modules_to_not_convert:
-        if module.endswith(pattern) or module == pattern or module.startswith(pattern.rstrip(".") + "."):
+        if module.endswith(pattern):
             return False
-        if "*" in pattern and (fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")):
+        if is_simple_pattern(pattern):
+            if re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module):
+                return False
+        elif fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*"):
             return False
     return True
 

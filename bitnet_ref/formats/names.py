@@ -7,6 +7,7 @@ files use them unchanged; ONNX exports use Hugging Face's.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from ..families import FAMILIES, family_of, family_table
 from ..families.family import PartNames
@@ -22,6 +23,24 @@ OUTSIDE_BLOCKS = {
 # What the names of all parts but the head begin with: as transformers saves them, without the head, in a vision model,
 # in one without the head, in one of older versions
 HF_PREFIXES = ("model.", "", "model.language_model.", "language_model.", "language_model.model.")
+_PATTERN = re.compile(r"(?:(?:[\w.]|\\[.dw]|\[[\w-]+\])[*+?]?|[\^$|()])*")
+_MAX_REPEATS, _MAX_WAYS, _MAX_PATTERN = 2, 400, 500
+
+
+@lru_cache
+def is_simple_pattern(pattern: str) -> bool:
+    """Whether it is a regular expression of modules' names that takes no long time: it repeats no group and few
+    letters, and its groups have few ways to go through all of them."""
+    if len(pattern) > _MAX_PATTERN or _PATTERN.fullmatch(pattern) is None:
+        return False
+    groups, bars = max(1, pattern.count("(")), pattern.count("|")
+    if len(re.findall(r"[*+?]", pattern)) > _MAX_REPEATS or (1 + bars / groups) ** groups > _MAX_WAYS:
+        return False
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 @family_table

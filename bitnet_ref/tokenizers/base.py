@@ -19,7 +19,7 @@ from ..errors import ConfigWarning, TokenizerError, describe, printable
 from ..system.json_file import json_hash
 from ..system.lazy import lazy_property
 from .files import check_unicode
-from .settings import TokenizerSettings
+from .settings import NAMED, TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
 from .templates.chat_template import BITNET_2B4T_TEMPLATE, compile_template, copy_messages
 
@@ -247,8 +247,11 @@ class Tokenizer(ABC):
                 "write the prompt yourself and use encode(), or put a chat_template.jinja beside the tokenizer",
                 path=self._settings.path,
             )
-        names = {key: getattr(self._settings, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        for key, number in (("bos_token", self.bos_id), ("eos_token", next(iter(self.eos_ids), None))):
+        names = {key: getattr(self._settings, key) for key in NAMED}
+        # As in transformers, a template of the files sees no id of config.json, only names and the vocabulary's own.
+        first = self.bos_id, next(iter(self.eos_ids), None)
+        ids = first if self._settings.chat_template is None else self._own_ids()
+        for key, number in zip(("bos_token", "eos_token"), ids, strict=True):
             names[key] = self._token(number) if names[key] is None and number is not None else names[key]
         specials = {key: token for key, token in names.items() if token is not None}
         text = compile_template(source, path).render(

@@ -45,21 +45,33 @@ _MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _DEEPSEEK = (r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?{_MARKS}", r"\s+$", _CJK, r"\p{N}+")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 _GEMMA4 = (r"[^\n]+|[\n]+",)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_MINICPM5 = (r"\p{N}{1,3}", LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+"))
 
 # pre -> (patterns, applied in order; ignore_merges: a whole piece that is a token is not merged; BOS by default).
 # Of names with the same meaning, the first is written.
 _PRE: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     "llama-bpe": ((LLAMA3,), True, True),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon_e", "falcon-h1"), ((LLAMA3,), True, True)),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), ((LLAMA3,), False, False)),
+    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2", "jina-v5-nano"), ((LLAMA3,), True, True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), ((LLAMA3,), False, False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ((QWEN2,), False, False)),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((GPT2,), False, False)),
+    **dict.fromkeys(("kormo", "f2llmv2", "megrez", "hunyuan", "solar-open", "grok-2"), ((QWEN2,), False, False)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), ((GPT2,), False, False)),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "modern-bert", "exaone4"), ((GPT2,), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGITS, False, False)),
+    **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), (_DIGITS, False, False)),
+    "tekken": (_TEKKEN, True, True),
+    "minicpm5": (_MINICPM5, True, False),
     "qwen35": ((QWEN35,), False, False),
     "falcon": (_FALCON, False, False),
     "deepseek-llm": (_DEEPSEEK, False, False),
     "deepseek-coder": (_DEEPSEEK_CODER, False, False),
-    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (DEEPSEEK_V3, False, False)),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm", "hy_v4"), (DEEPSEEK_V3, False, False)),
     "default": (_DEFAULT, False, False),
 }
 SPACE = "\u2581"  # SentencePiece's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 from ..errors import TokenizerError
 from .files import MAX_TOKEN_ID, check_unicode
 from .sentencepiece_model import BYTE, BYTE_PIECE, NORMAL, UNUSED
+
+log = logging.getLogger(__name__)
 
 PREFIX = "tokenizer.ggml."
 MODELS = ("llama", "gpt2", "gemma4")
@@ -62,13 +65,17 @@ class GgufVocabulary:
         return None if value is None else bool(value)
 
     def token_id(self, key: str) -> int | None:
-        """An id that must be in the vocabulary; None when the key is absent."""
+        """An id that must be in the vocabulary; None when the key is absent, or names padding that is not in it, which
+        files of fine-tuned models do."""
         value = self._get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise TokenizerError(f"expected a token id, got {value!r:.40}", field=PREFIX + key)
         if not 0 <= value < len(self.tokens):
+            if key == "padding_token_id":  # which nothing reads
+                log.warning("%s%s: %d ignored: not in the vocabulary of %d", PREFIX, key, value, len(self.tokens))
+                return None
             raise TokenizerError(f"token {value} is not in the vocabulary of {len(self.tokens)}", field=PREFIX + key)
         return int(value)
 

@@ -19,6 +19,7 @@ _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", 
 _TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates
 
+NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _PENALTIES = ("repetition_penalty",)  # of them, those that greedy decoding takes too
@@ -48,6 +49,9 @@ class TokenizerSettings:
     eos_token: str | None = None
     unk_token: str | None = None
     pad_token: str | None = None
+    sep_token: str | None = None  # this and the next two: special tokens that chat templates may name
+    cls_token: str | None = None
+    mask_token: str | None = None
     add_bos: bool | None = None  # None: the vocabulary file or the kind of tokenizer decides
     add_eos: bool | None = None
     add_prefix_space: bool = True  # SentencePiece: false takes away the space that the model puts before a text
@@ -72,12 +76,12 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
     added: dict[str, AddedToken] = {}
     named: dict[str, str | None] = {}
     listed = set[str]()
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    for key in NAMED:
         token = None
         for name, table in ((_CONFIG, config), (_SPECIAL, special_map)):
             if token is None and table.get(key) not in (None, ""):
                 with errors_at(files.path(name)):
-                    # special, whatever its own flag says: it is named as bos, eos, unk or pad
+                    # special, whatever its own flag says: it has a name
                     token = replace(_added_token(table[key], key, special=True), special=True)
         named[key] = token.content if token else None
         if token:

@@ -220,6 +220,8 @@ def test_linears_that_share_a_tensor(tmp_path):
         ({"rank_pattern": {"(q.*)+proj": 2}}, "rank_pattern"),
         ({"alpha_pattern": {"q(proj": 2}}, "alpha_pattern"),
         ({"alpha_pattern": {r".*\..*\.q.*": 2}}, "alpha_pattern"),
+        ({"alpha_pattern": {".?" * 30 + "Z": 2}}, "alpha_pattern"),
+        ({"alpha_pattern": {"(.|.)" * 30 + "Z": 2}}, "alpha_pattern"),
         ({"alpha_pattern": [1]}, "alpha_pattern"),
     ],
 )

@@ -9,6 +9,7 @@ import shutil
 from fractions import Fraction
 from importlib import import_module
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -180,8 +181,14 @@ LIMITS = {
         padded(lambda path: _base_of(path.parent), "adapter_config.json"),
         BYTES,
     ),
-    "hf.adapter _MAX_REPEATS": (2, None, lambda n, _: patterns(["x" + "a*" * n]), "others are refused"),
-    "hf.adapter _MAX_PATTERN": (500, None, lambda n, _: patterns(["^" + "x" * (n - 1)]), "others are refused"),
+    "names _MAX_REPEATS": (2, None, lambda n, _: patterns(["x" + "a?" * n]), "others are refused"),
+    "names _MAX_WAYS": (
+        400,
+        None,
+        lambda n, _: patterns([2 * f"({'|'.join('a' * ceil(n**0.5))})"]),
+        "others are refused",
+    ),
+    "names _MAX_PATTERN": (500, None, lambda n, _: patterns(["^" + "x" * (n - 1)]), "others are refused"),
     "hf.adapter MAX_PATTERNS": (64, None, lambda n, _: patterns([f"^x{i}" for i in range(n)]), "at most 64 patterns"),
     "hf.folder MAX_INDEX_BYTES": (64 << 20, 4000, padded(_read_index, "model.safetensors.index.json"), BYTES),
     "hf.packings _MAX_JSON_BYTES": (64 << 20, 4000, padded(_hadamard_keys, "hadamard.json"), BYTES),

@@ -163,6 +163,15 @@ def write_family(folder, config):
     return write_checkpoint(folder, config, tensors)
 
 
+def test_the_key_of_yarns_own_factor(tmp_path):
+    """llama.cpp reads it for every architecture; yarn_attn_factor it reads for a few, not these."""
+    folder = write_family(tmp_path / "hf", FAMILIES["yarn, own factor"])
+    with GgufFile(export(folder, tmp_path / "x.gguf", "f32", dense_type="F32")) as file:
+        keys = {key.removeprefix("llama.rope.scaling."): value for key, value in file.metadata.items()}
+    assert keys["attn_factor"] == pytest.approx(1.5 / (0.1 * np.log(4.0) + 1))
+    assert "yarn_attn_factor" not in keys
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, tmp_path):

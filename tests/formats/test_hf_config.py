@@ -12,6 +12,7 @@ from bitnet_ref.errors import LARGEST_INT, ConfigError, ConfigWarning, FormatErr
 from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, Keys, parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.wrappers import hf_form
+from bitnet_ref.formats.hf.writer import hf_config_json
 from bitnet_ref.reference.config import QuantizationConfig, RopeConfig
 
 PATH = Path("somewhere/config.json")
@@ -95,6 +96,21 @@ def test_null_is_not_absent():
     assert parse(TINY, model_type="mistral", sliding_window=None).sliding_window is None
     cfg = parse(TINY, bos_token_id=None, eos_token_id=None, head_dim=None, num_key_value_heads=None)
     assert (cfg.bos_token_id, cfg.eos_token_ids, cfg.head_dim, cfg.num_key_value_heads) == (None, (), 4, 4)
+
+
+def test_a_mistral_with_layer_types_is_a_ministral():
+    """transformers' AutoModel takes that class, in which each layer has its own kind."""
+    layers = TINY["num_hidden_layers"]
+    mixed = ["full_attention", *["sliding_attention"] * (layers - 1)]
+    for types, windows in (
+        (mixed, [None, *[8] * (layers - 1)]),
+        (["full_attention"] * layers, [None] * layers),
+        (["sliding_attention"] * layers, [8] * layers),
+        (None, [8] * layers),
+    ):
+        config = parse(TINY, model_type="mistral", sliding_window=8, layer_types=types)
+        assert [config.window_of(layer) for layer in range(layers)] == windows
+        assert parse(hf_config_json(config, None, "F32")) == config
 
 
 def test_default_ids_beyond_a_small_vocabulary_are_dropped():
@@ -386,6 +402,21 @@ def test_hostile_sizes(key, value):
         ),
         (
             {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": [""]}},
+            "quantization_config.modules_to_not_convert",
+        ),
+        (
+            {
+                "tie_word_embeddings": True,
+                "quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": []},
+            },
+            "quantization_config.modules_to_not_convert",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": ["re:.*q_proj"]}},
+            "quantization_config.modules_to_not_convert",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "modules_to_not_convert": ["(.*)*q_proj"]}},
             "quantization_config.modules_to_not_convert",
         ),
     ],

@@ -285,10 +285,15 @@ def test_a_plan_in_one_dtype():
         ("*.up_proj", {"0.mlp.up_proj", "1.mlp.up_proj"}),
         ("*self_attn.[qk]_proj", {name for name in LINEARS if name.endswith(("q_proj", "k_proj"))}),
         ("up_pro", set()),
+        (".*up_proj", {"0.mlp.up_proj", "1.mlp.up_proj"}),
+        ("model.layers.[1-9].mlp", {name for name in LINEARS if name.startswith("1.mlp.")}),
+        ("model.layers.(1|2).(mlp|self_attn)", {name for name in LINEARS if name.startswith("1.")}),
+        (r"model\.layers\.\d\.self_attn", {name for name in LINEARS if ".attn." in name}),
+        ("model.layers.0*", {name for name in LINEARS if name != "lm_head"}),  # 0* is no digit at all, too
     ],
 )
 def test_modules_that_are_not_converted(pattern, dense):
-    """As in transformers: the start of a module's path, or its end; with * a glob."""
+    """As in transformers: the start of a module's path, as a regular expression, or its end; or else a glob."""
     config = bitnet_ref.read_config(GOLDEN / "llama-packed-bitlinear")
     assert not config.tie_word_embeddings
     named = {name: name if name == "lm_head" else f"blocks.{name}" for name in LINEARS}

@@ -110,15 +110,20 @@ def test_the_files_of_a_vocabulary(name: str) -> None:
 def test_every_name_of_a_pre_tokenizer() -> None:
     """How many patterns, whether whole pieces are taken, and whether BOS is added where the file does not say it."""
     llama = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon_e", "falcon-h1")
+    llama += ("pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
+    qwen2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "kormo", "f2llmv2", "megrez", "hunyuan", "solar-open", "grok-2")
+    gpt2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum")
+    digits = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
     assert {name: (len(patterns), ignores, bos) for name, (patterns, ignores, bos) in _PRE.items()} == {
         **dict.fromkeys(llama, (1, True, True)),
-        **dict.fromkeys(("smaug-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "stablelm2"), (1, False, False)),
-        **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "qwen35"), (1, False, False)),
-        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (2, False, False)),
+        **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe", *qwen2), (1, False, False)),
+        **dict.fromkeys((*gpt2, "modern-bert", "exaone4", "qwen35"), (1, False, False)),
+        **dict.fromkeys(digits, (2, False, False)),
+        "minicpm5": (2, True, False),
         "falcon": (3, False, False),
         "deepseek-llm": (6, False, False),
         "deepseek-coder": (5, False, False),
-        **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (3, False, False)),
+        **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm", "hy_v4"), (3, False, False)),
         "default": (4, False, False),
     }
 

@@ -170,7 +170,7 @@ def test_a_pre_tokenizer_that_leaves_its_expression_out() -> None:
     assert _pre_of({"type": "ByteLevel", "add_prefix_space": False}, False, None) == ("gpt-2", False)
 
 
-@pytest.mark.parametrize("pre", ["default", "smollm", "llama3", "falcon3", "stablelm2"])
+@pytest.mark.parametrize("pre", ["default", "smollm", "llama3", "falcon3", "stablelm2", "tekken", "minicpm5"])
 def test_other_names(pre: str) -> None:
     out = gguf_from_tokenizer_files(byte_level("gpt-2")) | {G + "pre": pre}
     tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(out))
@@ -178,6 +178,28 @@ def test_other_names(pre: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     again = gguf_from_tokenizer_files(tokenizer_files_from_gguf(out))[G + "pre"]
     assert again == {"llama3": "llama-bpe", "falcon3": "llama-bpe", "stablelm2": "qwen2"}.get(pre, pre)
+
+
+@pytest.mark.parametrize("padding", [4097, 2**32 - 1])
+def test_padding_outside_of_the_vocabulary_is_ignored(padding: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As in llama.cpp, which warns."""
+    out = gguf_from_tokenizer_files(FILES)
+    files = tokenizer_files_from_gguf(out | {G + "padding_token_id": padding})
+    assert f"padding_token_id: {padding} ignored" in caplog.text
+    assert files == tokenizer_files_from_gguf({key: out[key] for key in out if key != G + "padding_token_id"})
+
+
+def test_where_mistrals_and_minicpm5s_pre_tokenizers_cut() -> None:
+    """A capital letter begins a piece in "tekken"; "minicpm5" cuts numbers off, in threes."""
+    for pre, pieces in (
+        ("tekken", ["He", "Said", " It", "'s", " ", "1", "2", "3", "4", "!\n/"]),
+        ("minicpm5", ["HeSaid", " It", "'s", " ", "123", "4", "!\n", "/"]),
+    ):
+        out = gguf_from_tokenizer_files(byte_level("gpt-2")) | {G + "pre": pre}
+        table = json.loads(tokenizer_files_from_gguf(out)["tokenizer.json"])
+        library = LibraryTokenizer.from_str(json.dumps(table)).pre_tokenizer
+        cut = [piece for piece, _ in library.pre_tokenize_str("HeSaid It's 1234!\n/")]
+        assert [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece in cut] == pieces
 
 
 def test_defaults_of_llama_cpp() -> None:

@@ -97,6 +97,19 @@ def test_ids_of_names_and_of_numbers(byte_level_json: Table) -> None:
     assert [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)] == [0, 1, 2]
 
 
+def test_the_names_that_a_chat_template_sees(byte_level_json: Table) -> None:
+    """Those of the files. An id of config.json is no name, and stands in only where no file has a template."""
+    template = "{{ bos_token }}|{{ eos_token }}|{{ mask_token }}"
+    numbers = TokenizerSettings(bos_id=0, eos_ids=(1,))
+    for settings, text in (
+        (dataclasses.replace(numbers, chat_template=template), "||"),
+        (dataclasses.replace(numbers, chat_template=template, bos_token=BOS, mask_token=EOT), f"{BOS}||{EOT}"),
+        (numbers, f"{BOS}User: a{EOT}"),
+    ):
+        tokenizer = load(byte_level_json, settings)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], False) == text
+
+
 def test_a_text_with_bos_keeps_what_else_is_before_it(byte_level_json: Table) -> None:
     two = {"type": "TemplateProcessing", "special_tokens": {EOT: {"id": EOT, "ids": [2], "tokens": [EOT]}}}
     two["special_tokens"][BOS] = {"id": BOS, "ids": [0], "tokens": [BOS]}

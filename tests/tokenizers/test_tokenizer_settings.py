@@ -70,7 +70,11 @@ def test_everything_the_files_say(make_folder: Maker) -> None:
                     "added_tokens_decoder": {"9": {"content": "<tool>", "special": False}},
                     "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
                 },
-                "special_tokens_map.json": {"bos_token": "<other>", "eos_token": {"content": "</s>"}},
+                "special_tokens_map.json": {
+                    "bos_token": "<other>",
+                    "eos_token": {"content": "</s>"},
+                    "mask_token": {"content": "<mask>", "lstrip": True},
+                },
                 "added_tokens.json": {"<pad>": 10},
                 "generation_config.json": {"eos_token_id": [3, 2], "pad_token_id": -1},
                 "config.json": {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 10, "vocab_size": 5},
@@ -85,6 +89,8 @@ def test_everything_the_files_say(make_folder: Maker) -> None:
     assert tokens["<tool>"] == AddedToken("<tool>", 9)  # the table's own flag counts before a list
     assert tokens["<end>"] == AddedToken("<end>", special=True, rstrip=True)
     assert tokens["<pad>"] == AddedToken("<pad>", 10)
+    assert tokens["<mask>"] == AddedToken("<mask>", special=True, lstrip=True)
+    assert settings.mask_token == "<mask>"
 
 
 def test_all_settings_of_a_folder(make_folder: Maker) -> None:

@@ -385,7 +385,7 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("rope.scaling.yarn_beta_fast", "float32", rope.beta_fast)
         put("rope.scaling.yarn_beta_slow", "float32", rope.beta_slow)
         if not math.isclose(rope.attention_factor, yarn_scale(rope.factor), rel_tol=1e-6):
-            put("rope.scaling.yarn_attn_factor", "float32", rope.attention_factor / yarn_scale(rope.factor))
+            put("rope.scaling.attn_factor", "float32", rope.attention_factor / yarn_scale(rope.factor))
     if rope.rope_type == "longrope":
         put("rope.scaling.original_context_length", "uint32", rope.original_max_position_embeddings)
         put("rope.scaling.attn_factor", "float32", rope.attention_factor)

@@ -6,6 +6,7 @@ it. The sizes have no sensible default and are required.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from ...families.family import SIZES, SLIDING, HfForm, activation_name, fields_o
 from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
+from ..checkpoint import is_ternary
+from ..names import is_simple_pattern
 from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
 from .packings import check_awq
 from .wrappers import hf_form, hf_forms, text_part
@@ -207,6 +210,9 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) ->
         fields["rope"] = keys.rope()
     _check_layer_types(keys, fields.get("layer_types", ()))
     config = FAMILIES[model_type].config(**fields)
+    if config.tie_word_embeddings and is_ternary(config, "lm_head"):
+        message = "lacks lm_head, which tie_word_embeddings makes the embedding: a BitLinear of that is not supported"
+        raise ConfigError(message, field="quantization_config.modules_to_not_convert")
     doubts += check_unread(raw, keys.read, config)
     return config
 
@@ -258,6 +264,10 @@ def _quantization(raw: Any, doubts: list[Doubt]) -> QuantizationConfig | None:
         skipped = ["lm_head"]
     if not isinstance(skipped, list) or not all(isinstance(name, str) and name for name in skipped):
         raise ConfigError(f"expected a list of names, got {skipped!r}", field=f"{field}.modules_to_not_convert")
+    for name in skipped:
+        if not is_simple_pattern(name) and not re.fullmatch(r"[\w.*?\[\]-]+", name):
+            message = f"expected names of modules, or simple patterns of them, got {describe(name)}: others are refused"
+            raise ConfigError(message, field=f"{field}.modules_to_not_convert")
     keys = ("linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps")
     unread = [key for key in raw if key not in (*keys, "quant_method", "modules_to_not_convert")]
     unread = [key for key in unread if not key.startswith("_") and not is_off(raw[key])]
