@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 
 from .. import __version__
 from ..errors import BackendUnavailable, count_of
-from ..serving.engine_config import EngineConfig
+from ..serving.engine_config import PREFIX, EngineConfig
 from .generation_options import (
     INPUT_FILE,
     declared_option,
@@ -77,6 +78,8 @@ def batch(
     """
     if find_spec("fastjsonschema") is None:
         raise BackendUnavailable("batch needs fastjsonschema: pip install 'bitnet-ref[server]'")
+    from ..formats.hf.adapter import adapter_files, find_adapter
+    from ..formats.open import find_model
     from ..serving.http.batch import run_batch
     from ..system.sharing import model_files
 
@@ -85,11 +88,14 @@ def batch(
     count, address = pop_workers(options)
     _, loading = model_opener(options, count)
     template = read_template(chat_template)
-    adapter = options.get("adapter")
-    files = [*model_files(path), *(model_files(Path(adapter)) if adapter else ())]
+    base, adapter_folder = find_adapter(path, options["adapter"])
+    files = model_files(find_model(base))
+    if adapter_folder is not None:
+        files += filter(Path.is_file, adapter_files(adapter_folder))
     run: dict[str, Any] = {"version": __version__, "model": name, "template": template, "hashes": hash_files(files)}
     run |= {"files": [file.name for file in files], "config": None if config is None else read_text(config)}
     run |= {key: str(options[key]) for key in DECIDE}
+    run |= {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX)}
     defaults = server_config(config, generation_defaults=options["generation_defaults"]).generation_defaults
     run |= {"generation_defaults": defaults, "unknown_fields": options["unknown_fields"]}
     folders = {adapter: str(folder) for (_, adapter), folder in read_adapters(adapters, [name]).items()}

@@ -137,13 +137,15 @@ def evaluate(model: str, tasks: str, **options: Any) -> None:
     """
     if find_spec("lm_eval") is None:
         raise BackendUnavailable("eval needs lm-eval: pip install 'bitnet-ref[eval]'")
+    if not (chosen := [name for name in tasks.split(",") if name]):
+        raise click.UsageError(f"--tasks: expected names of tasks, got {tasks!r}")
     from ..evaluation.harness import evaluate as run
 
     names = ("folders", "shots", "limit", "length", "with_chat_template")
     settings = {name: options.pop(name) for name in names}
     loaded = load_model({"model": model, **options})
     with LoadingBar("requests") as bar:
-        results = run(loaded, [name for name in tasks.split(",") if name], progress=bar, **settings)
+        results = run(loaded, chosen, progress=bar, **settings)
     if not wants_json():
         say(f"{model} on {loaded.backend.name}")
     report({"model": model, **results}, lambda out: draw_tasks(results, out))

@@ -273,7 +273,7 @@ def read_stdin() -> str:
 def parse_ids(text: str) -> list[int]:
     """ "1 3797 537" or "[1, 3797, 537]" -> [1, 3797, 537]"""
     words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
-    for word in words:
+    for word in words or [text]:
         if not (word.isascii() and word.isdecimal() and len(word) < 10):
             raise GenerationError(f"--raw-ids: expected token ids like 1 3797 537, got {word[:40]!r}")
     return [int(word) for word in words]

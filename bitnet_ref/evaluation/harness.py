@@ -32,6 +32,9 @@ class TaskModel(TemplateLM):
 
     def __init__(self, model: Model, length: int | None = None, progress: Progress = lambda done, total: None) -> None:
         super().__init__()
+        if length is not None and length > model.context_length:
+            message = f"expected at most {model.context_length} (the model's context), got {length}"
+            raise ConfigError(message, field="length")
         self.model, self.tokenizer, self.max_length = model, model.tokenizer, length or model.context_length
         self._progress = progress
 

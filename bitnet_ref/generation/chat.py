@@ -117,8 +117,9 @@ class ChatSession:
         """Send a message and wait for the reply. params override those of the session. An error leaves the history
         unchanged."""
         row, stream = self._reply(content, params)
-        for _ in stream:
-            pass
+        with stream:  # Ctrl-C between two tokens ends the reply, too
+            for _ in stream:
+                pass
         return row.result()
 
     @expand_params

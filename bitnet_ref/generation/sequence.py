@@ -75,9 +75,10 @@ class Request:
     def _max_tokens(self, name: str) -> int:
         policy, context = self.window.policy, self.window.size
         room = context - len(self.given)
-        limit = {"error": room, "truncate": max(room, context // 2)}.get(policy, DEFAULT_MAX_TOKENS)
+        default = max(DEFAULT_MAX_TOKENS, self.params.min_tokens)
+        limit = {"error": room, "truncate": max(room, context // 2)}.get(policy, default)
         asked = self.params.max_tokens
-        wanted = min(DEFAULT_MAX_TOKENS, limit) if asked is None else asked
+        wanted = min(default, limit) if asked is None else asked
         if policy == "error" and (room < 1 or wanted > room):
             size = count_of(len(self.given), "token")
             whose = "model" if self.params.window is None else "window"

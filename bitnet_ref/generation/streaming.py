@@ -97,7 +97,7 @@ class TextStream:
         return text if self._passes_all else self._filter(self._search(self.banned.push(text)))
 
     def flush(self) -> str:
-        if self._decoder is None or self.filtered:
+        if self._decoder is None:
             return ""
         text = self.banned.push(self._decoder.flush())
         if self.banned.found is None:

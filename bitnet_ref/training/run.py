@@ -282,10 +282,14 @@ class TrainingRun:
         return masters
 
     def _check_sizes(self) -> None:
-        config, settings = self.trainer.config, self.settings
-        if settings.context > config.context_length:
-            message = f"expected at most the model's context of {config.context_length} tokens, got {settings.context}"
-            raise ConfigError(message, field="context")
+        config, settings, distillation = self.trainer.config, self.settings, self.trainer.distillation
+        lengths = {"model": config.context_length}
+        if distillation is not None:
+            lengths["teacher"] = distillation.teacher.context_length
+        for name, length in lengths.items():
+            if settings.context > length:
+                message = f"expected at most the {name}'s context of {length} tokens, got {settings.context}"
+                raise ConfigError(message, field="context")
         if self.tokenizer is None:
             return
         message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary {config.vocab_size}"

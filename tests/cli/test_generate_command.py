@@ -94,6 +94,13 @@ def test_generate_raw_ids(expected, text):
     assert [int(word) for word in result.stdout.split()] == expected["token_ids"][:6]
 
 
+def test_generate_raw_ids_without_ids():
+    for text in ("[]", " "):
+        result = invoke("generate", text, "--raw-ids", *PLAIN)
+        assert result.exit_code == 2
+        assert f"--raw-ids: expected token ids like 1 3797 537, got {text!r}" in result.output
+
+
 def test_generate_raw_ids_needs_no_tokenizer():
     folder = GOLDEN / "llama-dense"
     facts = invoke_json("generate", "5 6 7", "--raw-ids", "--model", folder, "--max-tokens", 4, *PLAIN)

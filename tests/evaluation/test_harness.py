@@ -238,6 +238,12 @@ def test_what_is_refused(tasks):
     refused = invoke("eval", "--tasks", "tiny_*,no_such_task", "--include", folder, *FAST)
     assert refused.exit_code == 2
     assert "lm-eval has no task no_such_task" in refused.output
+    longer = invoke("eval", "--tasks", "tiny_until", "--include", folder, "--length", 257, *FAST)
+    assert longer.exit_code == 2
+    assert "--length: expected at most 256 (the model's context), got 257" in longer.output
+    nothing = invoke("eval", "--tasks", ",", "--include", folder, *FAST)
+    assert nothing.exit_code == 2
+    assert "--tasks: expected names of tasks, got ','" in nothing.output
 
 
 def test_without_lm_eval(monkeypatch):

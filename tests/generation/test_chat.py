@@ -8,6 +8,7 @@ from helpers import chat_folder
 
 import bitnet_ref
 from bitnet_ref.errors import GenerationError
+from bitnet_ref.generation import TokenStream
 
 MESSAGES = ["Hello", "Who are you?", "Tell me more"]
 
@@ -190,3 +191,17 @@ def test_ctrl_c_leaves_the_session_usable(talker):
         session.send("Hello", processors=[interrupting])
     reply = session.send("Once more")
     assert reply.token_ids == talker.generate(reply.prompt_token_ids, max_tokens=10).token_ids
+
+
+def test_ctrl_c_between_two_tokens_keeps_what_was_said(talker, monkeypatch):
+    session, said, following = talker.chat(max_tokens=10), [], TokenStream.__next__
+
+    def interrupted(stream):
+        if len(said) == 4:
+            raise KeyboardInterrupt
+        said.append(following(stream).text)
+
+    monkeypatch.setattr(TokenStream, "__next__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.send("Hello")
+    assert session.messages[-1] == {"role": "assistant", "content": "".join(said)}

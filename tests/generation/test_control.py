@@ -98,6 +98,12 @@ def test_filtered_text_ends_before_the_word_in_any_pieces(pieces, words, tokens)
         assert text == whole
 
 
+def test_what_might_have_begun_a_stop_string_stays_before_a_filtered_one():
+    stream = TextStream(Letters(["E", "bad"]), ["END"], banned=["bad"])
+    assert [stream.push(0), stream.push(1), stream.flush()] == ["", "", "E"]
+    assert stream.filtered
+
+
 def test_bad_words_change_the_text(story):
     free = story.generate("Once upon a time", max_tokens=40)
     words = [free.text[5:9], "boy", "it"]

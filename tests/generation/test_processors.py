@@ -128,6 +128,11 @@ def test_end_tokens_wait_for_min_tokens(story):
     assert story.generate("Alice", max_tokens=12, stop=[stop], min_tokens=12).text == free.text
 
 
+@pytest.mark.parametrize("policy", ["error", "truncate", "sliding"])
+def test_a_text_without_max_tokens_has_room_for_min_tokens(story, policy):
+    assert len(story.generate("Alice", min_tokens=70, overflow=policy).token_ids) == 70
+
+
 def test_users_processors_and_strategies(story):
     seen = []
 

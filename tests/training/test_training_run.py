@@ -440,6 +440,15 @@ def test_wrong_settings(old, new, error, config, tmp_path):
         start(config, tmp_path / "run")
 
 
+def test_a_teacher_whose_context_is_shorter_is_refused_before_the_first_step(config, tmp_path):
+    start(config, tmp_path / "first").run()
+    text = config.read_text().replace("position_embeddings = 32", "position_embeddings = 64")
+    text = text.replace("context = 8", "context = 33")
+    config.write_text(text.replace("[training]", f'teacher = "{tmp_path / "first" / "model"}"\n[training]'))
+    with pytest.raises(ConfigError, match="context: expected at most the teacher's context of 32 tokens, got 33"):
+        start(config, tmp_path / "second")
+
+
 def test_paths_are_relative_to_the_file(tmp_path):
     settings = 'train = ["a.txt", "b.txt"]\nvalidation = "c.npy"\ntokenizer = "tok"\nteacher = "teacher"\n'
     for name in ("first", "base", "teacher"):
