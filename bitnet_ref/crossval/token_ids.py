@@ -257,11 +257,36 @@ def name_of(model: LoadedModel, token: int) -> str:
         return f"token {token}"
 
 
-def compare_text(model: Model, tokens: Sequence[int], theirs: str, count: int) -> Greedy:
+def ids_of_text(model: LoadedModel, prompt: Sequence[int], text: str) -> list[int] | None:
+    """A text's ids after a prompt, as far as they are certain: as the tokenizer splits both together."""
+    try:
+        start = model.tokenizer.decode(list(prompt))
+        whole = model.tokenizer.encode(start + text)
+    except TokenizerError:
+        return None
+    if whole[: len(prompt)] != list(prompt):
+        return None
+    return whole[len(prompt) :]
+
+
+def compare_text(
+    model: Model, tokens: Sequence[int], theirs: str, count: int, *, engine_dtype: str = "float32"
+) -> Greedy:
     """The candidate's text against the text of the reference's `count` tokens, token by token.
 
+    A text that parts from it agrees if the ids that the tokenizer gives for it do, up to near ties.
     Whitespace at the end is not compared: programs print a line end there.
     """
+    greedy = _compare_to_ours(model, tokens, theirs, count)
+    ids = None if greedy.agrees else ids_of_text(model, tokens, theirs)
+    if not ids or model.tokenizer.decode(ids[count:]).strip():
+        return greedy
+    by_ids = compare_ids(model, tokens, ids[:count], engine_dtype=engine_dtype, max_tokens=count)
+    return by_ids if by_ids.agrees else greedy
+
+
+def _compare_to_ours(model: Model, tokens: Sequence[int], theirs: str, count: int) -> Greedy:
+    """`compare_text` with the one text that always takes the largest logit."""
     mine, logits = _continue(model, tokens, count)
     theirs, eos = theirs.rstrip(), set(model.tokenizer.eos_ids)
     mine = [token for token in mine if token not in eos]

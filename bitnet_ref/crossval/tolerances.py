@@ -76,6 +76,7 @@ TABLE: dict[str, Tolerance] = {
     "gate": Tolerance(8, 2 * CHAIN, "an exponential and three products (silu), or two products (relu2)"),
     "routing": Tolerance(16, 4 * CHAIN, "a softmax: an error e of a score moves its share by a factor e"),
     "scaling": Tolerance(1, CHAIN, "one float32 product"),
+    "experts' sum": Tolerance(16, CHAIN, "a sum of the chosen experts' results times their shares, in another order"),
     "Hadamard transform": Tolerance(16, CHAIN, "log2(block) sums of two, and a sign"),
     "delta gate": Tolerance(16, 2 * CHAIN, "an exponential and a logarithm, in float64 or float32"),
     # Measured: the recurrence in float32 against this one in float64, over 64 tokens

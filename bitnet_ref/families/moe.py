@@ -339,7 +339,7 @@ def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
         TraceStep("mlp.hook_pre_linear", (normed, shares), "dense linear", "N k M", "the experts' up"),
         TraceStep("mlp.hook_post", halves, "gate", "N k M"),
         TraceStep(result, ("mlp.hook_post", shares), "dense linear", "N k D", "the experts' results", products),
-        TraceStep("mlp.hook_mixed", (result, shares), "scaling", "N D", "the sum of the experts", sums),
+        TraceStep("mlp.hook_mixed", (result, shares), "experts' sum", "N D", "the sum of the experts", sums),
         TraceStep("hook_mlp_out", ("mlp.hook_mixed",), "residual", "N D"),
     ]
     first = [step.name for step in steps].index("mlp.gate_proj")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import ml_dtypes
@@ -28,6 +29,7 @@ OTHER_MODELS = {  # where storyteller has no op of the kind
     "routing": "families/maple",
     "dense linear": "llama-dense",
     "scaling": "families/embedding-gemma3",
+    "experts' sum": "families/maple",
     "Hadamard transform": ROTATED,
     **dict.fromkeys(("delta gate", "delta rule"), "families/qwen3_5-groups128-hybrid"),
 }
@@ -496,6 +498,21 @@ def test_a_narrow_engine_that_gives_a_token_to_another_expert():
         found = compare(right, wrong, m.config, tokens, own_engine=False, engine_dtype="bfloat16")
         assert found.first_divergence.name == "blocks.0.mlp.hook_mixed"
     assert notes, "give more texts: no token went to another expert"
+
+
+def test_experts_that_are_summed_in_float32(tmp_path):
+    """The reference sums them in float64; a float32 sum of several products has more than one rounding."""
+    folder = DATA / "families/qwen3_moe-groups128"
+    config = json.loads((folder / "config.json").read_text()) | {"num_experts_per_tok": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    m, tokens = bitnet_ref.load(tmp_path, backend="numpy"), np.random.default_rng(1).integers(0, 64, 48)
+    seen = m.run_with_cache(tokens)[1]
+    for name in [name for name in seen if name.endswith("hook_mixed")]:
+        out, shares = (seen[name.replace("mixed", each)] for each in ("expert_out", "expert_weights"))
+        total = np.float32(0.7)  # of the shares, by which this engine divides last
+        seen[name] = sum(shares[:, [i]] * total * out[:, i] for i in range(3)) / total
+    assert judge_trace(m, seen, tokens).agrees
 
 
 @pytest.mark.thorough

@@ -142,6 +142,18 @@ def test_flips_in_a_trace_that_was_recorded_in_a_narrow_float(narrow):
     assert implied
 
 
+@pytest.mark.parametrize("hook", ["hook_attn_scores", "hook_pattern"])
+def test_flips_in_a_trace_of_what_has_an_axis_of_heads(hook):
+    """Its rows are over as many tokens as the whole run has; those of a trial over fewer."""
+    m, implied = model("storyteller"), 0
+    for tokens, right, seen in map(runs, prompts()[:3]):
+        shown = Trace({name: x for name, x in seen.items() if name.endswith(hook)})
+        found = follow_flips(m, tokens, shown, compare(right, shown, m.config, tokens))
+        assert found.agrees, found.verdict
+        implied += found.implied_flips
+    assert implied
+
+
 def test_the_prompts_have_flips():
     """Without the search most of these correct traces differ, so that the test above can fail."""
     assert sum(map(differs, prompts())) >= 3, "give more SENTENCES: with these weights too few have a flip"
@@ -207,6 +219,10 @@ def test_logits_of_many_tokens_are_not_called_wrong_for_flips_they_do_not_show(t
     crossing = cross_trace(m, tmp_path / "t", causes=False)
     assert crossing.agrees is None
     assert summarize(crossing) == "cannot tell"
+    embedded = Trace({**shown, "hook_embed": right["hook_embed"]})  # which shows no flip either
+    both = follow_flips(m, tokens, embedded, compare(right, embedded, m.config, tokens))
+    start = "CANNOT TELL from these tensors, free-running: in lm_head.hook_out the values of the last token are off by"
+    assert both.verdict.startswith(start), both.verdict
     # with the tensors that it asks for, the same engine agrees
     whole = thin(run_engine(Float32Engine(), tokens))
     assert follow_flips(m, tokens, whole, compare(right, whole, m.config, tokens)).agrees

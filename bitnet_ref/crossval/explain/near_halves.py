@@ -28,13 +28,14 @@ from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
 from ...backends.paged_cache import EngineKVCache
 from ...backends.record import Recorder
+from ...errors import count_of
 from ...reference.cache import TokenBatch
 from ...reference.layers import Array
 from ...reference.model import BlockPlace, embeddings, head_input, rope_tables_of
 from ...reference.weights import LayerWeights, TernaryLinear
 from ..compare import Comparison, OpResult, Tensors, View, compare
 from ..flips import Flip, distance_to_half
-from ..metrics import recorded_dtype
+from ..metrics import MASKED, recorded_dtype
 from ..names import INT8, LOGITS, first_rows, is_by_head, layer_of, linear_input, op_order
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, VALUES_PER_FLIP, near_half
 from .variants import IMPOSSIBLE, Finished, Setting, quick_ternary_matmul
@@ -99,13 +100,13 @@ class _FlipSearch:
     def follow(self, comparison: Comparison) -> Comparison | None:
         """The comparison with the flipped reference; None where the candidate does not agree with any."""
         run, followed = self.run(), comparison
-        values = sum(x.size for name, x in run.tensors.items() if name.endswith(INT8))
+        sizes = {name: x.size for name, x in run.tensors.items() if name.endswith(INT8)}
         while (first := followed.first_divergence) is not None:
             added = self.explain(run, first)
             if not added:
-                comparison.undecided = self.not_told(run, first, values)
+                comparison.undecided = self.not_told(run, first, sizes)
                 return None
-            if len(run.flips) + len(added) > max(FEW_FLIPS, values // VALUES_PER_FLIP):
+            if len(run.flips) + len(added) > max(FEW_FLIPS, sum(sizes.values()) // VALUES_PER_FLIP):
                 return None
             run = self.run(run, added)
             followed = self.compare(run.tensors, self.candidate)
@@ -129,20 +130,24 @@ class _FlipSearch:
         searches = (self.search(run, theirs, first.name, token, tried) for tried in _TRIED)
         return next((flips for flips in searches if flips), [])
 
-    def not_told(self, run: _Run, first: OpResult, values: int) -> str:
-        """Why what no flips explain may be right; "" if it shows a mistake.
+    def not_told(self, run: _Run, first: OpResult, sizes: dict[str, int]) -> str:
+        """Why what no flips explain may be right; "" if it shows a mistake.   sizes: of the int8 tensors.
 
         The first wrong token must see so many int8 values that more may have flipped than are searched for together: a
-        mistake in every token is seen in the first. So logits must be all that is shown, or some flips have brought
-        agreement before. From there on the tensor must be no further off than that of the reference with noise that
-        flips as many values as an engine may.
+        mistake in every token is seen in the first. So it must be logits, and the values those of the layers after the
+        last that the trace shows, or some flips have brought agreement before. From there on the tensor must be no
+        further off than that of the reference with noise that flips as many values as an engine may.
         """
-        tokens, mine = len(self.setting.tokens), run.tensors[first.name]
-        is_alone = set(self.order) & set(self.candidate) == {LOGITS}
-        if not (is_alone or len(run.flips) >= FEW_FLIPS) or not np.isfinite(first.max_abs):
+        tokens, right = len(self.setting.tokens), run.tensors[first.name]
+        flips, before = len(run.flips), [self.order[name] for name in self.candidate if name in self.order]
+        before = [place for place in before if place < self.order[first.name]]  # what is shown there agrees
+        if not (flips >= FEW_FLIPS or first.name == LOGITS) or not np.isfinite(first.max_abs):
             return ""
-        mine = mine.reshape(tokens, -1)
-        theirs = self.candidate[first.name].reshape(-1, mine.shape[1])
+        since = -1 if flips >= FEW_FLIPS else max(before, default=-1)
+        values = sum(size for name, size in sizes.items() if self.order[name] > since)
+        given = self.candidate[first.name]
+        given = given.reshape(right.shape if given.size == right.size else (1, -1))
+        mine, theirs = (_rows_of(first.name, x) for x in (right, given))
         token = tokens - 1 if len(theirs) < tokens else first.token or 0
         if values * (token + 1) <= _TOGETHER * VALUES_PER_FLIP * tokens:
             return ""
@@ -151,9 +156,10 @@ class _FlipSearch:
         for seed in range(_NOISY_RUNS):
             cache = EngineKVCache(self.setting.config, slots=1, capacity=tokens)
             done = self._pass(run.flips, cache, 0, tokens, first.name, noise=np.random.default_rng(seed))
-            noisy.append(_row_errors(done.seen[first.name].reshape(mine.shape), mine))
+            noisy.append(_row_errors(_rows_of(first.name, done.seen[first.name]), mine))
         if len(theirs) == 1:
-            limits, which = np.quantile(noisy, [_USUAL]), "those of the last token"
+            limits = np.quantile(noisy, [_USUAL])
+            which = "the values of the last token" if before else "those of the last token"
         else:
             limits = _BEYOND_NOISE * np.maximum.accumulate(np.max(noisy, axis=0))
             which = f"tokens 0 to {token - 1} agree, those after them"
@@ -162,16 +168,17 @@ class _FlipSearch:
                 return ""
         if (errors > np.maximum(limits, first.tolerance)).any():
             return ""
-        found, shown = ("", "logits do") if is_alone else (f"with {len(run.flips)} flips, in {first.name} ", "it does")
+        made = f"with {count_of(flips, 'flip')}, " if flips else ""
+        found, does = (f"{made}in {first.name} ", "the trace does") if before else ("", "logits do")
         return (
             f"{found}{which} are off by up to {errors.max():.2g} of their size, and rounding "
-            f"flips of int8 activations, which {shown} not show, move them by up to {limits.max():.2g}"
+            f"flips of int8 activations, which {does} not show, move them by up to {limits.max():.2g}"
         )
 
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
         """One flip of those that are tried at a time, then two together, and so on."""
         wrong = self.error(run, theirs, name, token)
-        size = float(np.linalg.norm(run.tensors[name].take(token, int(is_by_head(name)))))
+        size = float(np.linalg.norm(_row_of(name, run.tensors[name], token)))
         enough = max(_RIGHT * wrong, RECORDED_ROUNDING.get(recorded_dtype(theirs[name]), 0.0) * size)
         trials, queue = 0, deque[tuple[Flip, ...]]([()])
         stop = self.work + _WORK if name == LOGITS else math.inf
@@ -226,12 +233,8 @@ class _FlipSearch:
 
     def error(self, run: _Run, theirs: View, name: str, token: int) -> float:
         """How wrong a tensor is at a token."""
-        axis = int(is_by_head(name))
-        mine, other = run.tensors[name].take(token, axis), theirs[name]
-        other = other.take(token, axis) if other.ndim > axis and other.shape[axis] > token else other
-        with np.errstate(all="ignore"):
-            difference = mine.astype(np.float64).reshape(-1) - other.reshape(-1)
-        return float(np.linalg.norm(difference[np.isfinite(difference)]))
+        mine, other = (_row_of(name, tensors[name], token) for tensors in (run.tensors, theirs))
+        return float(np.linalg.norm(mine - other))
 
     def compare(self, tensors: Tensors, candidate: View) -> Comparison:
         count = next((len(x) for name, x in tensors.items() if not is_by_head(name)), 0)
@@ -306,6 +309,19 @@ class _FlipSearch:
 def _rows_from(start: int, name: str, x: Array) -> Array:
     """A tensor's part of the tokens from `start` on."""
     return x[:, start:] if is_by_head(name) else x[start:]
+
+
+def _rows_of(name: str, x: Array) -> NDArray[np.float64]:
+    """A tensor as a row for each token; masked scores are 0."""
+    rows = np.moveaxis(x, 1, 0) if is_by_head(name) else x
+    rows = rows.astype(np.float64).reshape(len(rows), -1)
+    return np.where(rows > MASKED, rows, 0) if is_by_head(name) else rows
+
+
+def _row_of(name: str, x: Array, token: int) -> NDArray[np.float64]:
+    """The row of a token, or the only row; of scores and patterns over the tokens up to this one."""
+    rows = _rows_of(name, first_rows(name, x, token + 1))
+    return np.where(np.isfinite(rows[-1]), rows[-1], 0)
 
 
 def _row_errors(mine: Array, theirs: Array) -> NDArray[np.float64]:

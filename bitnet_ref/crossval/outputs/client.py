@@ -317,17 +317,5 @@ class TokenTexts:
         return ids
 
 
-def ids_of_text(model: LoadedModel, prompt: Ids, text: str) -> Ids | None:
-    """A text's ids after a prompt, as far as they are certain: as the tokenizer splits both together."""
-    try:
-        start = model.tokenizer.decode(prompt)
-        whole = model.tokenizer.encode(start + text)
-    except TokenizerError:
-        return None
-    if whole[: len(prompt)] != prompt:
-        return None
-    return whole[len(prompt) :]
-
-
 def rms(errors: Sequence[float]) -> float:
     return float(np.sqrt(np.mean(np.square(errors)))) if len(errors) else 0.0

@@ -13,10 +13,10 @@ from ...errors import BackendUnavailable, ContextOverflow, TokenizerError
 from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnoses, Diagnosis, Progress, sure_or_possible
 from ..opponents import PROMPT, default_tokens
-from ..token_ids import Greedy, common_prefix, compare_text, token_parity
+from ..token_ids import Greedy, common_prefix, compare_text, ids_of_text, token_parity
 from ..tolerances import LOGPROB_SHARE, near_tie
 from .causes import explain_tokens, judge_tokens, tried, within_context
-from .client import Answer, Client, Refused, ids_of_text, rms
+from .client import Answer, Client, Refused, rms
 from .driving import Driving, drivings
 from .given import GivenRun, Ids, Replay, Rows
 
@@ -201,7 +201,7 @@ def _judge(model: Model, exchange: Exchange, text: str | None, room: int, engine
     if answer.ids and exchange.run is not None:
         exchange.greedy = judge_tokens(model, exchange.run)
     elif answer.text:
-        exchange.greedy = compare_text(model, prompt, answer.text, room)
+        exchange.greedy = compare_text(model, prompt, answer.text, room, engine_dtype=engine_dtype)
     if answer.logprobs and exchange.problem is None:
         exchange.logprobs = _logprob_errors(model, exchange)
     return exchange
