@@ -210,5 +210,5 @@ def first_line(text: str) -> str:
     line, *rest = text.strip().splitlines() or ["llguidance gives no reason"]
     if line.endswith(":"):
         line += next((each.removeprefix("error:") for each in rest if each.startswith("error:")), "")
-    line = line.replace(_NO_OPTION, "Write anyOf")
+    line = line.replace(_NO_OPTION, "Write anyOf").replace("NoExtensionBias", "no text matches it")
     return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."

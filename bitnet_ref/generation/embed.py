@@ -16,6 +16,7 @@ from ..formats.checkpoint import LENGTH_FILE, PROMPTS_FILE
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
 from ..system.json_file import is_present, read_json_object
+from ..system.options import Number
 from ..system.sharing import folder_of
 from .generate import Prompt, Prompts, split_prompts
 
@@ -38,9 +39,7 @@ def embed(
     Raises TokenizerError, GenerationError, and what `run` raises.
     """
     size = model.config.hidden_size
-    if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= size):
-        message = f"expected 1 to {size}, which this model's vectors have, got {describe(dimensions)}"
-        raise GenerationError(message, field="dimensions")
+    dimensions = Number(1, size, whole=True, optional=True).read(dimensions, "dimensions")
     dimensions = default_dimensions(model.path) if dimensions is None else dimensions
     parts, single = split_prompts(texts)
     rows = token_rows(model, parts, prompt)

@@ -203,3 +203,11 @@ def test_a_model_or_file_among_the_texts_is_remarked(tmp_path):
     assert invoke("a text").stderr == invoke("").stderr == heading
     (tmp_path / "texts.txt").write_text("a text")
     assert "is taken as a text; a file of texts is given by --file" in invoke(tmp_path / "texts.txt").stderr
+
+
+def test_dimensions_are_whole_numbers_of_python_and_numpy():
+    story = model("storyteller")
+    np.testing.assert_array_equal(story.embed("x", dimensions=np.int64(7)), story.embed("x", dimensions=7))
+    for wrong in (True, 7.0, 0, 257):
+        with pytest.raises(GenerationError, match=f"dimensions: expected a whole number from 1 to 256, got {wrong}"):
+            story.embed("x", dimensions=wrong)

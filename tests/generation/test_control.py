@@ -213,6 +213,13 @@ def test_what_is_no_grammar_is_refused_at_once(story, wrong):
         story.stream("Alice", **wrong)
 
 
+@pytest.mark.parametrize("guide", [{"guided_regex": "[a&&b]"}, {"guided_json": {"$ref": "#"}}])
+def test_a_guide_that_no_text_matches_is_refused(story, guide):
+    pytest.importorskip("llguidance")
+    with pytest.raises(GenerationError, match="no text matches it"):
+        story.generate("Alice", **guide)
+
+
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
     import bitnet_ref
 
