@@ -106,7 +106,7 @@ class _FlipSearch:
             if not added:
                 comparison.undecided = self.not_told(run, first, sizes)
                 return None
-            if len(run.flips) + len(added) > max(FEW_FLIPS, sum(sizes.values()) // VALUES_PER_FLIP):
+            if len({*map(_alike, run.flips + added)}) > max(FEW_FLIPS, sum(sizes.values()) // VALUES_PER_FLIP):
                 return None
             run = self.run(run, added)
             followed = self.compare(run.tensors, self.candidate)
@@ -176,39 +176,47 @@ class _FlipSearch:
         )
 
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
-        """One flip of those that are tried at a time, then two together, and so on."""
+        """One flip, or several alike, of those that are tried at a time, then two together, and so on."""
         wrong = self.error(run, theirs, name, token)
         size = float(np.linalg.norm(_row_of(name, run.tensors[name], token)))
         enough = max(_RIGHT * wrong, RECORDED_ROUNDING.get(recorded_dtype(theirs[name]), 0.0) * size)
-        trials, queue = 0, deque[tuple[Flip, ...]]([()])
+        trials, queue = 0, deque[tuple[list[Flip], ...]]([()])
         stop = self.work + _WORK if name == LOGITS else math.inf
         while queue:
-            made = queue.popleft()
+            steps = queue.popleft()
+            made = [flip for alike in steps for flip in alike]
             before = self.trial(run, made, name, token) if made else run
-            left: list[tuple[float, Flip]] = []  # what is wrong after each further flip
-            for flip in self.near_halves(before, name, token, tried):
-                changed = self.trial(run, (*made, flip), name, token)
+            left: list[tuple[float, list[Flip]]] = []  # what is wrong after each further step
+            for alike in self.near_halves(before, name, token, tried):
+                changed = self.trial(run, [*made, *alike], name, token)
                 error = self.error(changed, theirs, name, token)
                 if error <= enough and self.agrees(changed, theirs, token):
-                    return [*made, flip]
-                left.append((error, flip))
+                    return [*made, *alike]
+                left.append((error, alike))
                 trials += 1
                 if trials == _TRIALS or self.work > stop:
                     return []
             best = sorted(left, key=lambda each: each[0])[:_BEST]
-            if len(made) + 1 < _TOGETHER:
+            if len(steps) + 1 < _TOGETHER:
                 likely = best + [each for each in left[:_NEAREST] if each not in best]
-                queue += [(*made, flip) for _, flip in likely]
+                queue += [(*steps, alike) for _, alike in likely]
         return []
 
-    def near_halves(self, run: _Run, wrong: str, token: int, tried: tuple[int, int]) -> list[Flip]:
-        """The activations that may have flipped where a tensor is wrong at a token, the nearest to a half first."""
+    def near_halves(self, run: _Run, wrong: str, token: int, tried: tuple[int, int]) -> list[list[Flip]]:
+        """The activations that may have flipped where a tensor is wrong at a token, the nearest to a half first.
+
+        Those that are alike in a row are tried together before each alone: without a sub-norm the first token's z is
+        v, in every head that shares a kv head, and v is integers times a scale, some of them half as large as another.
+        """
         done, stop = {flip.place for flip in run.flips}, self.order[wrong]
 
-        def nearest(tokens: range, count: int) -> list[Flip]:
+        def nearest(tokens: range, count: int) -> list[list[Flip]]:
             there = (flip for each in tokens for flip in run.near.get(each, ()))
             possible = [flip for flip in there if self.order[flip.name] < stop and flip.place not in done]
-            return sorted(possible, key=lambda flip: flip.distance / flip.noise)[:count]
+            groups: dict[tuple[str, int, float], list[Flip]] = {}
+            for flip in sorted(possible, key=lambda flip: flip.distance / flip.noise)[:count]:
+                groups.setdefault(_alike(flip), []).append(flip)
+            return [each for alike in groups.values() for each in (alike, *([f] for f in alike if len(alike) > 1))]
 
         return nearest(range(token, token + 1), tried[0]) + nearest(range(token), tried[1])
 
@@ -309,6 +317,11 @@ class _FlipSearch:
 def _rows_from(start: int, name: str, x: Array) -> Array:
     """A tensor's part of the tokens from `start` on."""
     return x[:, start:] if is_by_head(name) else x[start:]
+
+
+def _alike(flip: Flip) -> tuple[str, int, float]:
+    """What flips have in common that an engine rounds in the same way: they are of one row and of equal size."""
+    return flip.name, flip.token, abs(flip.before_rounding)
 
 
 def _rows_of(name: str, x: Array) -> NDArray[np.float64]:
