@@ -5,6 +5,7 @@ import asyncio
 import http.client
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +17,12 @@ from server_runs import RunningServer, until
 from bitnet_ref.errors import EngineClosed
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile
-from bitnet_ref.serving.http import messages, ollama
+from bitnet_ref.serving.http import llama_server, messages, ollama, responses, schemas
 from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
 from bitnet_ref.serving.http.server import StreamEvents
+from bitnet_ref.serving.http.shapes import INFILL_TOKENS
 from bitnet_ref.serving.http.shelf import Place
 from bitnet_ref.serving.http.writers import write_json
 
@@ -30,6 +32,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TRANSLATIONS = DATA / "serving" / "translations.json"
 HELLO = [{"role": "user", "content": "Hello"}]
 ZONE = {
     "type": "object",
@@ -773,3 +776,64 @@ def test_a_stream_that_fails_says_so_in_its_own_form(tmp_path):
         assert (kind, failed["response"]["id"], failed["response"]["status"]) == ("response.failed", name, "failed")
         assert "it was closed" in failed["response"]["error"]["message"]
         assert not store.running
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def translate(case):
+    """What a body of another API asks for, as OpenAI's chats and completions say it, or why it is refused."""
+    body, asked = case["body"], []
+
+    def ask(given, name, engine, *_):
+        asked.append({key: value for key, value in given.items() if value is not None})
+        return SimpleNamespace()
+
+    class Store:
+        def find(self, name):
+            return {"resp_1": ({}, [], [*HELLO, {"role": "assistant", "content": "Hi"}])}[name]
+
+        def find_item(self, name):
+            reply = [{"type": "output_text", "text": "Hi"}]
+            return {"msg_1": {"id": name, "type": "message", "role": "assistant", "content": reply}}.get(name)
+
+    marks = dict(zip(INFILL_TOKENS[0], (1, 2, 3), strict=True))
+    tokenizer = SimpleNamespace(
+        chat_template=case.get("own_template"),
+        token_to_id=marks.get,
+        bos_id=0,
+        encode=lambda text, add_special_tokens=True: [0] * add_special_tokens + [*text.encode()],
+    )
+    engine = SimpleNamespace(
+        model=SimpleNamespace(tokenizer=tokenizer), config=SimpleNamespace(sampling=case.get("sampling", {}))
+    )
+    read = {
+        "/v1/messages": messages.read_message,
+        "/v1/responses": partial(responses.read_response, store=Store()),
+        "/api/chat": ollama.read_chat,
+        "/api/generate": ollama.read_generate,
+        "/completion": llama_server.read_completion,
+        "/infill": llama_server.read_infill,
+    }[case["path"]]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (messages, responses, ollama, llama_server):
+            for name in ("ask_chat", "ask_completion"):
+                patch.setattr(module, name, ask, raising=False)
+        try:
+            schemas.check(body, case["path"])
+            facts = vars(read(body, "m", engine, case.get("template")))
+        except RequestError as problem:
+            return {"refused": str(problem)}
+    return {"asked": asked[0], **facts}
+
+
+def test_what_the_other_apis_ask_for():
+    """A change that is meant is recorded by running this file."""
+    for case in json.loads(TRANSLATIONS.read_text()):
+        expected = case.pop("result")
+        assert translate(case) == expected, case
+
+
+if __name__ == "__main__":
+    cases = [{**case, "result": translate(case)} for case in json.loads(TRANSLATIONS.read_text())]
+    TRANSLATIONS.write_text("[\n" + ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases) + "\n]\n")
