@@ -5,7 +5,9 @@ import asyncio
 import http.client
 import json
 from contextlib import closing
+from copy import copy
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,14 +19,18 @@ from server_runs import RunningServer, until
 from bitnet_ref.errors import EngineClosed
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile
-from bitnet_ref.serving.http import llama_server, messages, ollama, responses, schemas
+from bitnet_ref.generation.results import Generation, GenerationStats, StreamChunk
+from bitnet_ref.serving.http import llama_server, messages, ollama, responses
+from bitnet_ref.serving.http.choices import Asked, Choice
 from bitnet_ref.serving.http.failures import describe_failure
+from bitnet_ref.serving.http.replies import KNOWN_MARKS, ReplyReader
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
 from bitnet_ref.serving.http.server import StreamEvents
 from bitnet_ref.serving.http.shapes import INFILL_TOKENS
 from bitnet_ref.serving.http.shelf import Place
-from bitnet_ref.serving.http.writers import write_json
+from bitnet_ref.serving.http.tools import ToolReader
+from bitnet_ref.serving.http.writers import OpenAIWriter, write_json
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -32,7 +38,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-TRANSLATIONS = DATA / "serving" / "translations.json"
+TRANSLATIONS, ANSWERS = DATA / "serving" / "translations.json", DATA / "serving" / "answers.json"
 HELLO = [{"role": "user", "content": "Hello"}]
 ZONE = {
     "type": "object",
@@ -820,7 +826,6 @@ def translate(case):
             for name in ("ask_chat", "ask_completion"):
                 patch.setattr(module, name, ask, raising=False)
         try:
-            schemas.check(body, case["path"])
             facts = vars(read(body, "m", engine, case.get("template")))
         except RequestError as problem:
             return {"refused": str(problem)}
@@ -834,6 +839,148 @@ def test_what_the_other_apis_ask_for():
         assert translate(case) == expected, case
 
 
+WORDS = [b"", b"Once", b" upon", b" a", b" time", b"\xe2\x82", b"\xac"]
+CALLED = '<tool_call>{"name": "clock", "arguments": {"zone": "utc"}}</tool_call>'
+SQL = CALLED.replace("clock", "sql").replace('"zone": "utc"', '"input": "SELECT 1"')
+# The pieces of a reply, why it ended, and the string or token that ended it
+REPLIES = {
+    "text": (("Once", " upon", " a"), "length", None),
+    "a stop string": (("Once", ""), "stop", "END"),
+    "an end token": (("Once", ""), "stop", 2),
+    "nothing": (("",), "filtered", "no"),
+    "thinking": (("<think>H", "m.</think>", "\n\nYes", "."), "stop", 2),
+    "only thinking": (("<think>H", "m."), "length", None),
+    "calls": (("See: ", CALLED[:50], CALLED[50:], CALLED), "stop", 2),
+    "a call that is cut": (("<think>Hm</think>" + CALLED[:45], CALLED[45:50]), "length", None),
+    "a custom tool": ((SQL[:60], SQL[60:] + CALLED), "stop", 2),
+    "a custom tool's call that is cut": ((SQL[:60],), "length", None),
+    "no end": (("Once", " upon"), None, None),
+}
+SEVERAL = {"n": 2, "top": 2, "params": {"n": 3, "echo": True, "prompt_logprobs": 1}, "shows_prompt_logprobs": True}
+FRAMES = {"stream": True, "usage_in_stream": True, "usage_in_chunks": True}
+# Of chats and completions: the name of a reply and what is asked for beside the text
+ASKED = {
+    "a chat with usage": ("text", {"is_chat": True, **FRAMES}),
+    "the usage of a stream": ("text", {"is_chat": True, "stream": True, "usage_in_stream": True}),
+    "a chat with log probabilities": ("text", {"is_chat": True, "top": 1, "return_token_ids": True}),
+    "a stream with log probabilities": ("text", {"is_chat": True, "top": 0, "return_token_ids": True, "stream": True}),
+    "names of ids": ("text", {"is_chat": True, "top": 1, "return_tokens_as_token_ids": True}),
+    "functions": ("calls", {"is_chat": True, "has_functions": True}),
+    "a stream of functions": ("calls", {"is_chat": True, "has_functions": True, "stream": True}),
+    "thinking that is not wanted": ("thinking", {"is_chat": True, "hides_reasoning": True}),
+    "a beginning": ("text", {"is_chat": True, "prefix": "So "}),
+    "a beginning of a stream": ("text", {"is_chat": True, "prefix": "So ", "stream": True}),
+    "the best of several": ("text", SEVERAL),
+    "a completion": ("a stop string", {"params": {"echo": True}, "include_stop_str_in_output": True}),
+    "an echo": ("text", {"params": {"echo": True}, "echo": True, "top": 2}),
+    "an echo in a stream": ("text", {"params": {"echo": True}, "echo": True, "top": 2, **FRAMES}),
+    "ids in log probabilities": ("text", {"top": 1, "return_tokens_as_token_ids": True, "stream": True}),
+    "only scored": ("text", {"params": {"echo": True}, "echo": True, "top": 1, "is_only_scored": True}),
+    "only scored in a stream": (
+        "text",
+        {"params": {"echo": True}, "is_only_scored": True, "return_token_ids": True, "stream": True},
+    ),
+}
+
+
+def make_writer(api, stream, reply="text", **asked):
+    """(the writer of an API for a request, the chunks of each of its texts)"""
+    pieces, finish, stop = REPLIES[reply]
+    store = responses.ResponseStore(max_responses=1)
+
+    def write_response(asked, choices):
+        items = [{"role": "user", "content": "Hi"}]
+        return responses.ResponseWriter(asked, choices, {"input": "Hi", "instructions": "Be"}, (items, items), store)
+
+    writers = {
+        "openai": OpenAIWriter,
+        "anthropic": messages.MessageWriter,
+        "responses": write_response,
+        "ollama": ollama.ChatWriter,
+        "ollama's generate": ollama.GenerateWriter,
+        "llama-server": llama_server.CompletionWriter,
+    }
+    model = SimpleNamespace(
+        vocabulary=SimpleNamespace(name=WORDS.__getitem__),
+        tokenizer=SimpleNamespace(
+            stream_decoder=lambda shown: SimpleNamespace(push=lambda token: WORDS[token].decode("utf-8", "ignore")),
+            has_id=lambda token: True,
+            encode=lambda text, add_special_tokens: text.split(),
+        ),
+    )
+    asked = Asked("m", [[0, 1, 2]], **{"params": {}, "is_chat": api not in ("openai", "llama-server"), **asked})
+    asked.stream, asked.fingerprint = stream, "fp"
+    if asked.is_chat:
+        tools = ToolReader({"clock": {}, "sql": {}}, False)
+        asked.reply, asked.custom = ReplyReader(KNOWN_MARKS[0], tools), frozenset(["sql"])
+    choices, chunks = [], []
+    for index in range(asked.params.get("n", 1)):
+        ids, last = [3 + number % 4 for number in range(len(pieces))], len(pieces) - 1
+        tops = [{token: -0.75 + index / 8, 1: -1.5} for token in ids]
+        ends = [(finish, stop) if number == last else (None, None) for number in range(len(pieces))]
+        steps = zip(pieces, ids, ends, tops, strict=True)
+        chunks.append([StreamChunk(piece, token, top[token], *end, top) for piece, token, end, top in steps])
+        stats = GenerationStats("numpy", 3, 1, len(ids), 0.25, 0.5, len(ids) - 1)
+        prompt = [None, {1: -0.25, 4: -0.125}, {2: -0.5}]
+        logprobs, echo = [top[token] for token, top in zip(ids, tops, strict=True)], ""
+        if "echo" in asked.params:
+            first, echo = vars(chunks[-1][0]), "Once upon"
+            chunks[-1][0] = StreamChunk(**{**first, "text": echo + first["text"]})
+        result = Generation(echo + "".join(pieces), ids, finish, logprobs, [0, 1, 2], stats, stop, tops, prompt)
+        facts = {"prompt_token_ids": [0, 1, 2], "echo": "Once upon", "prompt_logprobs": prompt, "stats": stats}
+        handle = SimpleNamespace(**facts, result=partial(copy, result))
+        choices.append(Choice(asked, index, handle, model, index))
+    return writers[api](asked, choices), chunks
+
+
+def write_reply(api, stream, **asked):
+    """What an API writes, as JSON: an object, or the events of a stream. Ids are numbers, and time stands still."""
+    numbers = count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex=str(next(numbers))))
+        patch.setattr("time.time", lambda: 5.0)
+        patch.setattr(ollama, "now", lambda: "now")
+        writer, chunks = make_writer(api, stream, **asked)
+        if not stream:
+            return json.loads(write_json(writer.whole([choice.result() for choice in writer.choices])))
+        text = writer.opening()
+        for choice, of_choice in zip(writer.choices, chunks, strict=True):
+            parts = [writer.part(choice, chunk) for chunk in of_choice]
+            text += "".join(writer.text(part) for part in parts if part is not None)
+        text += writer.closing()
+    if api.startswith("ollama"):
+        return lines(text)
+    pieces = [piece.split("data: ") for piece in text.removesuffix("\n\n").split("\n\n")]
+    return [[name.strip(), data if data == "[DONE]" else json.loads(data)] for name, data in pieces]
+
+
+def all_replies():
+    """{api, reply and "stream" or "whole": what is written}"""
+    asked = {f"openai, {name}": ("openai", {"reply": reply, **more}) for name, (reply, more) in ASKED.items()}
+    for api in ("openai", "anthropic", "responses", "ollama", "ollama's generate", "llama-server"):
+        of_text = [name for name in REPLIES if "tool" not in name and "call" not in name and "thinking" not in name]
+        for reply in of_text if api in ("ollama's generate", "llama-server") else REPLIES:
+            more = {"is_chat": True} if api == "openai" else {"top": 1} if api == "llama-server" else {}
+            asked[f"{api}, {reply}"] = (api, {"reply": reply, **more})
+    replies = {}
+    for name, (api, options) in asked.items():
+        given = options.pop("stream", None)
+        for stream in (True, False) if given is None else (given,):
+            if not ((stream and "n" in options.get("params", {})) or (not stream and options["reply"] == "no end")):
+                replies[f"{name}, {'stream' if stream else 'whole'}"] = write_reply(api, stream, **options)
+    return replies
+
+
+def test_what_each_api_writes():
+    """A change that is meant is recorded by running this file."""
+    recorded, written = json.loads(ANSWERS.read_text()), all_replies()
+    assert written.keys() == recorded.keys()
+    for name, reply in written.items():
+        assert reply == recorded[name], name
+
+
 if __name__ == "__main__":
+    replies = [f"{json.dumps(name)}: {json.dumps(each, ensure_ascii=False)}" for name, each in all_replies().items()]
+    ANSWERS.write_text("{\n" + ",\n".join(replies) + "\n}\n")
     cases = [{**case, "result": translate(case)} for case in json.loads(TRANSLATIONS.read_text())]
     TRANSLATIONS.write_text("[\n" + ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases) + "\n]\n")
