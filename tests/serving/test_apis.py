@@ -190,6 +190,7 @@ def test_results_of_tools_are_messages_of_their_own(ask, prompt):
     assert 'See:clock({"zone": "utc"})\ntool: Five.\nuser: Thanks\n' in expected
     count = ask("/tokenize", {"messages": chat})["count"]
     assert ask(f"{MESSAGES}/count_tokens", {"messages": messages}) == {"input_tokens": count}
+    ask(f"{MESSAGES}/count_tokens", {"messages": messages, "output_config": {"effort": "huge"}}, 400)
     failed = {"type": "tool_result", "tool_use_id": "t1", "is_error": True, "content": "no such zone"}
     text_first = {"role": "user", "content": [{"type": "text", "text": "So:"}, failed]}
     assert ask(MESSAGES, {"messages": [*messages[:2], text_first], "max_tokens": 2})["content"]
@@ -327,6 +328,7 @@ def test_the_store(ask, server):
     status, _, answer = server.request("DELETE", f"{RESPONSES}/{first['id']}", None, {})
     assert (status, answer) == (200, {"id": first["id"], "object": "response", "deleted": True})
     assert server.get(f"{RESPONSES}/{first['id']}")[0] == 404
+    assert server.request("DELETE", f"{RESPONSES}/{first['id']}", None, {})[0] == 404
     ask(RESPONSES, {"input": "More", "previous_response_id": first["id"], "max_output_tokens": 3}, 404)
 
 
@@ -347,6 +349,13 @@ def test_the_store_is_bounded():
     with pytest.raises(RequestError):
         store.find("r4")
     assert store.find("half")
+    size = len(json.dumps([response("a"), [], []]))
+    full = ResponseStore(max_responses=2, max_bytes=2 * size)
+    for name in "ab":
+        full.put(response(name), [], [])
+    assert full.find("a")  # two of two, with all bytes
+    full.put(response("c"), ["x" * (size - 2)], [])  # as large as all may be
+    assert full.find("c")
 
 
 def test_a_response_is_cancelled(server):
@@ -469,8 +478,11 @@ def test_ollamas_generate(ask):
     raw = {"prompt": "Once upon a time", "raw": True, "options": options}
     same = ask("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0})
     assert "".join(line["response"] for line in lines(ask("/api/generate", raw))) == same["choices"][0]["text"]
-    assert ask("/api/generate", {"prompt": ""})["done_reason"] == "load"
-    assert ask("/api/generate", {"keep_alive": 0})["done_reason"] == "unload"
+    loaded = ask("/api/generate", {"prompt": ""})
+    assert loaded.pop("created_at").endswith("Z")
+    assert loaded == {"model": "talker", "response": "", "done": True, "done_reason": "load"}
+    unloaded = ask("/api/chat", {"keep_alive": 0})
+    assert (unloaded["message"], unloaded["done_reason"]) == ({"role": "assistant", "content": ""}, "unload")
     assert "filling in the middle" in ask("/api/generate", {"prompt": "a", "suffix": "b"}, 400)["error"]
     assert "images" in ask("/api/generate", {"prompt": "a", "images": ["x"]}, 400)["error"]
     assert "keep_alive" in ask("/api/generate", {"prompt": "a", "keep_alive": "soon"}, 400)["error"]
@@ -515,7 +527,8 @@ def test_a_head_of_its_own_counts_among_the_parameters():
     assert ollama._count_parameters(model(folder, backend=BACKEND)) == sum(matrices)
 
 
-def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded():
+def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded(tmp_path):
+    assert ollama.describe_place("m", Place("m", tmp_path))["modified_at"] == "1970-01-01T00:00:00Z"  # its files left
     path = DATA / "gguf" / "tq2_0.gguf"
     entry = ollama.describe_place("m", Place("m", path))
     assert (entry["size"], entry["details"]["format"]) == (path.stat().st_size, "gguf")
@@ -523,13 +536,42 @@ def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded():
     assert entry["details"]["families"] == []
 
 
-def test_ollamas_embeddings(ask):
+def test_what_a_model_can_do_is_seen_in_its_template():
+    engine = SimpleNamespace(
+        model=model(ASSETS / "storyteller", BACKEND, threads=1),
+        config=SimpleNamespace(sampling={"repetition_penalty": 1.5, "stop": "END", "logprobs": 1}),
+    )
+    for template, able in ((None, []), ("x", []), ("tools", ["tools"]), ("</think>", ["thinking"])):
+        shown = ollama.describe_model(Place("m", ASSETS / "storyteller"), engine, template)
+        assert (shown["template"], shown["capabilities"]) == (template or "", ["completion", "embedding", *able])
+    assert shown["parameters"] == "stop END\nrepeat_penalty 1.5"
+    assert [ollama._size_name(count) for count in (10**9, 10**9 - 1)] == ["1.0B", "1000.0M"]
+
+
+def test_how_long_a_model_stays():
+    good = {"5m": 300, "1h30m": 5400, "90": 90, "1.5s": 1.5, "200ms": 0.2, " 2h ": 7200, "-1s": None, "-1": None}
+    assert {text: ollama.read_seconds(text) for text in good} == good
+    assert [ollama.read_seconds(number) for number in (0, 2.5, -1)] == [0, 2.5, None]
+    for text in ("", "m", "5m soon", "5 m", "--5m", "1234567890", "5d"):
+        with pytest.raises(RequestError, match="keep_alive: expected seconds or a text like '5m', got"):
+            ollama.read_seconds(text)
+
+
+def test_ollamas_embeddings(ask, server):
     texts = ["Alice", "The old man"]
     new = ask("/api/embed", {"input": texts})
     same = [row["embedding"] for row in ask("/v1/embeddings", {"input": texts})["data"]]
     assert new["embeddings"] == same
     assert ask("/api/embeddings", {"prompt": "Alice"}) == {"embedding": same[0]}
-    assert ask("/api/embed", {"input": []})["embeddings"] == []
+    assert 0 < new["total_duration"] < 60e9
+    assert (new["load_duration"], new["prompt_eval_count"]) == (
+        0,
+        sum(ask("/tokenize", {"prompt": t})["count"] for t in texts),
+    )
+    assert ask("/api/embed", {"input": [], "keep_alive": 600})["embeddings"] == []
+    place = server.shelf.places["talker"]
+    assert place.keep_s == 600
+    place.keep_s = None
     long = {"input": "Hello there. " * 200}
     cut = ask("/v1/embeddings", {**long, "truncate_prompt_tokens": 256, "truncation_side": "right"})
     assert ask("/api/embed", long)["embeddings"][0] == cut["data"][0]["embedding"]
