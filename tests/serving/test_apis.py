@@ -5,22 +5,25 @@ import asyncio
 import http.client
 import json
 from contextlib import closing
-from copy import copy
+from copy import copy, deepcopy
+from dataclasses import fields
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from cli_runs import BACKEND
 from helpers import DATA, chat_folder, model, stop_words
 from server_runs import RunningServer, until
 
-from bitnet_ref.errors import EngineClosed
+from bitnet_ref.errors import BitNetRefError, EngineClosed
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.generation.results import Generation, GenerationStats, StreamChunk
-from bitnet_ref.serving.http import llama_server, messages, ollama, responses
+from bitnet_ref.serving.engine_config import EngineConfig
+from bitnet_ref.serving.http import llama_server, messages, ollama, responses, shapes
 from bitnet_ref.serving.http.choices import Asked, Choice
 from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.replies import KNOWN_MARKS, ReplyReader
@@ -829,9 +832,61 @@ def test_a_stream_that_fails_says_so_in_its_own_form(tmp_path):
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
+SPECIAL = ("<s>", "</s>", "<think>", "</think>", "<tool_call>", "</tool_call>", *INFILL_TOKENS[0])
+
+
+class ByteTokenizer:
+    """A token for each byte, then the special ones. Its chat template writes down what it is given."""
+
+    bos_id, eos_ids, special_ids = 256, {257}, list(range(256, 256 + len(SPECIAL)))
+
+    def __init__(self, chat_template):
+        self.chat_template = chat_template
+
+    def encode(self, text, add_special_tokens=True):
+        return [self.bos_id] * add_special_tokens + [*text.encode()]
+
+    def token_to_id(self, name):
+        return 256 + SPECIAL.index(name) if name in SPECIAL else None
+
+    def template_for(self, has_tools):
+        return self.chat_template
+
+    def apply_chat_template(self, messages, adds, tools, chat_template, variables):
+        end = self.chat_template if adds else ""
+        return f"{json.dumps([messages, tools, variables, chat_template], ensure_ascii=False)}{end}"
+
+
+def show(ids):
+    return ids if isinstance(ids, str) else "".join(SPECIAL[each - 256] if each > 255 else chr(each) for each in ids)
+
+
+def show_asked(asked):
+    """What a request that was read asks for, as JSON; without what it does not say."""
+    facts = {each.name: getattr(asked, each.name) for each in fields(Asked) if each.name not in ("id", "created")}
+    defaults = vars(Asked("m", [], {}, False))
+    reply, params = facts.pop("reply"), facts["params"]
+    facts = {name: value for name, value in facts.items() if value != defaults[name]}
+    facts["prompts"] = list(map(show, facts["prompts"]))
+    if asked.custom:
+        facts["custom"] = list(asked.custom)
+    for name in {"shown_tokens", "guide_after"} & params.keys():
+        params[name] = show(params[name])
+    for number, each in enumerate(params.get("processors", ())):
+        facts[f"processor {number}"] = vars(each) or np.flatnonzero(each(None, np.zeros(300)) == 0).tolist()
+    params.pop("processors", None)
+    if reply._thinking is not None:
+        facts["thinking"] = vars(reply._thinking)
+    if (tools := reply._tools) is not None:
+        names = "tools", "_name", "is_forced", "_one_call"
+        facts["tools"] = {name: vars(tools)[name] for name in names if name in vars(tools)}
+        facts["form"] = tools.form.name if hasattr(tools, "form") else None
+    return facts
+
+
 def translate(case):
-    """What a body of another API asks for, as OpenAI's chats and completions say it, or why it is refused."""
-    body, asked = case["body"], []
+    """What a body asks for, of another API as OpenAI's chats and completions say it, or why it is refused."""
+    body, asked = deepcopy(case["body"]), []
 
     def ask(given, name, engine, *_):
         asked.append({key: value for key, value in given.items() if value is not None})
@@ -845,17 +900,18 @@ def translate(case):
             reply = [{"type": "output_text", "text": "Hi"}]
             return {"msg_1": {"id": name, "type": "message", "role": "assistant", "content": reply}}.get(name)
 
-    marks = dict(zip(INFILL_TOKENS[0], (1, 2, 3), strict=True))
-    tokenizer = SimpleNamespace(
-        chat_template=case.get("own_template"),
-        token_to_id=marks.get,
-        bos_id=0,
-        encode=lambda text, add_special_tokens=True: [0] * add_special_tokens + [*text.encode()],
-    )
     engine = SimpleNamespace(
-        model=SimpleNamespace(tokenizer=tokenizer), config=SimpleNamespace(sampling=case.get("sampling", {}))
+        model=SimpleNamespace(
+            tokenizer=ByteTokenizer(case.get("own_template")),
+            config=SimpleNamespace(vocab_size=300, context_length=1000),
+            context_length=1000,
+        ),
+        config=EngineConfig(sampling=case.get("sampling", {})),
+        cache=SimpleNamespace(capacity=800),
     )
     read = {
+        "/v1/completions": shapes.read_completion,
+        "/v1/chat/completions": shapes.read_chat,
         "/v1/messages": messages.read_message,
         "/v1/responses": partial(responses.read_response, store=Store()),
         "/api/chat": ollama.read_chat,
@@ -868,13 +924,13 @@ def translate(case):
             for name in ("ask_chat", "ask_completion"):
                 patch.setattr(module, name, ask, raising=False)
         try:
-            facts = vars(read(body, "m", engine, case.get("template")))
-        except RequestError as problem:
+            result = read(body, "m", engine, case.get("template"))
+        except BitNetRefError as problem:
             return {"refused": str(problem)}
-    return {"asked": asked[0], **facts}
+    return json.loads(json.dumps({"asked": asked[0], **vars(result)} if asked else show_asked(result)))
 
 
-def test_what_the_other_apis_ask_for():
+def test_what_bodies_ask_for():
     """A change that is meant is recorded by running this file."""
     for case in json.loads(TRANSLATIONS.read_text()):
         expected = case.pop("result")
