@@ -832,6 +832,7 @@ def test_a_stream_that_fails_says_so_in_its_own_form(tmp_path):
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
+DEFAULTS = EngineConfig()
 SPECIAL = ("<s>", "</s>", "<think>", "</think>", "<tool_call>", "</tool_call>", *INFILL_TOKENS[0])
 
 
@@ -906,7 +907,7 @@ def translate(case):
             config=SimpleNamespace(vocab_size=300, context_length=1000),
             context_length=1000,
         ),
-        config=EngineConfig(sampling=case.get("sampling", {})),
+        config=EngineConfig(sampling=case["sampling"]) if "sampling" in case else DEFAULTS,
         cache=SimpleNamespace(capacity=800),
     )
     read = {
