@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.generation.results import Generation, GenerationStats, StreamChunk
 from bitnet_ref.serving.engine_config import EngineConfig
-from bitnet_ref.serving.http import llama_server, messages, ollama, responses, shapes
+from bitnet_ref.serving.http import llama_server, messages, ollama, ranking, responses, shapes
 from bitnet_ref.serving.http.choices import Asked, Choice
 from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.replies import KNOWN_MARKS, ReplyReader
@@ -385,11 +385,13 @@ def test_the_events_of_a_response_that_is_cancelled(tmp_path):
         asked = read_response({"input": "Hello", "stream": True}, "talker", engine, None, store)
         (choice,) = choices = asked.submit(engine)
         writer = asked.writer(asked, choices)
+        assert dict(store.running) == {writer.id: choice}
         text = writer.opening()
         while "output_text.delta" not in text:
             text += writer.part(choice, next(choice.handle)) or ""
         choice.handle.close()
         events = named_events(text + writer.closing())
+    assert not store.running
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     kinds = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert [name for name, _ in events[-4:]] == [f"response.{kind}" for kind in kinds]
@@ -655,9 +657,19 @@ def test_llama_servers_completion(ask):
 def test_llama_servers_other_paths(server, ask):
     assert ask("/apply-template", {"messages": HELLO})["prompt"] == "<s>user: Hello\nassistant: "
     props = server.get("/props?model=talker")[2]
-    assert (props["total_slots"], props["bos_token"], props["chat_template"]) == (8, "<s>", TEMPLATE)
+    assert props == {
+        "default_generation_settings": {"n_ctx": 256, "params": {}},
+        "total_slots": 8,
+        "model_alias": "talker",
+        "chat_template": TEMPLATE,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": "bitnet_ref 1.2.3",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     slots = server.get("/slots?model=talker")[2]
-    assert [slot["is_processing"] for slot in slots] == [False] * 8
+    idle = {"id_task": -1, "n_ctx": 256, "is_processing": False}
+    assert slots == [{"id": number, **idle} for number in range(8)]
     message = ask("/infill", {"input_prefix": "a", "input_suffix": "b"}, 400)["error"]["message"]
     assert "no tokens for filling in the middle" in message
 
@@ -696,6 +708,43 @@ def test_ranking(ask):
     by_index = {each["index"]: each["relevance_score"] for each in answer["results"]}
     assert [each["score"] for each in pairs] == [by_index[0], by_index[2]]
     assert "text_1" in ask("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, 400)["error"]["message"]
+    each_with_its_own = {"text_1": ["a rabbit", "b"], "text_2": ["The rabbit ran away.", "c"]}
+    told = [ask("/score", each_with_its_own | more)["data"] for more in ({}, {"instruction": ranking.INSTRUCTION})]
+    assert told[0] == told[1]
+    assert (told[0][0]["score"], len(told[0])) == (by_index[0], 2)
+
+
+def test_what_a_judge_reads_and_says(monkeypatch):
+    tokenizer, asked = ByteTokenizer(None), []
+
+    def score_groups(model, groups):
+        asked.extend((show(ids), *map(show, words)) for ids, words in groups)
+        totals = [(-1.0, -1.0), (-1.0, -3.0), (-2000.0, 0.0)]
+        return [[SimpleNamespace(total=each) for each in pair] for pair in totals]
+
+    monkeypatch.setattr(ranking, "score_groups", score_groups)
+    judge = SimpleNamespace(tokenizer=tokenizer)
+    question = "<Instruct>: find\n<Query>: q\n<Document>: d"
+    scores, tokens = ranking.judge_pairs(judge, "find", [("q", "d")])
+    assert scores == pytest.approx([0.5, 1 / (1 + np.exp(-2)), 0.0])
+    assert asked == [(f"<s>{ranking.JUDGE}\n\n{question}\n\nAnswer:", "yes", "no")]
+    assert tokens == len(asked[0][0]) - len("<s>") + 1
+    tokenizer.chat_template = "."
+    ranking.judge_pairs(judge, "find", [("q", "d")])
+    messages = [{"role": "system", "content": ranking.JUDGE}, {"role": "user", "content": question}]
+    assert asked[1][0] == f"{json.dumps([messages, None, {'enable_thinking': False}, None])}."
+
+
+def test_vectors_of_any_length_are_compared_by_their_angle():
+    async def embed(model, given):
+        assert given == {"input": ["a", "b", "c"]}
+        return np.array([[0.3, 0.4], [0.0, 0.5], [0.0, 0.0]]), 7
+
+    bert = SimpleNamespace(path=None, config=SimpleNamespace(pooling="mean"))
+    pairs = [("a", "b"), ("a", "a"), ("b", "c")]
+    scores, tokens = asyncio.run(ranking.score_all(SimpleNamespace(embed=embed), bert, pairs, ""))
+    assert (scores, tokens) == (pytest.approx([0.8, 1.0, 0.0]), 7)
+    assert not ranking.is_embedding_model(SimpleNamespace(path=None, config=SimpleNamespace(pooling="last")))
 
 
 def test_ranking_by_vectors(tmp_path):
@@ -853,9 +902,10 @@ class ByteTokenizer:
     def template_for(self, has_tools):
         return self.chat_template
 
-    def apply_chat_template(self, messages, adds, tools, chat_template, variables):
+    def apply_chat_template(self, messages, adds=True, tools=None, chat_template=None, variables=None, tokenize=False):
         end = self.chat_template if adds else ""
-        return f"{json.dumps([messages, tools, variables, chat_template], ensure_ascii=False)}{end}"
+        text = f"{json.dumps([messages, tools, variables, chat_template], ensure_ascii=False)}{end}"
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 def show(ids):
@@ -956,7 +1006,11 @@ REPLIES = {
     "no end": (("Once", " upon"), None, None),
 }
 SEVERAL = {"n": 2, "top": 2, "params": {"n": 3, "echo": True, "prompt_logprobs": 1}, "shows_prompt_logprobs": True}
+SETTINGS = {"store": False, "parallel_tool_calls": False, "tool_choice": "required", "metadata": {"a": "b"}}
+SETTINGS |= {"tools": [CLOCK_ITEM], "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"}}
+SAMPLING = {"temperature": 0.5, "top_p": 0.9}
 FRAMES = {"stream": True, "usage_in_stream": True, "usage_in_chunks": True}
+ERROR = {"message": "out of order", "type": "server_error", "param": None}
 # Of chats and completions: the name of a reply and what is asked for beside the text
 ASKED = {
     "a chat with usage": ("text", {"is_chat": True, **FRAMES}),
@@ -982,14 +1036,14 @@ ASKED = {
 }
 
 
-def make_writer(api, stream, reply="text", **asked):
+def make_writer(api, stream, reply="text", body=MappingProxyType({"input": "Hi", "instructions": "Be"}), **asked):
     """(the writer of an API for a request, the chunks of each of its texts)"""
     pieces, finish, stop = REPLIES[reply]
     store = responses.ResponseStore(max_responses=1)
 
     def write_response(asked, choices):
         items = [{"role": "user", "content": "Hi"}]
-        return responses.ResponseWriter(asked, choices, {"input": "Hi", "instructions": "Be"}, (items, items), store)
+        return responses.ResponseWriter(asked, choices, body, (items, items), store)
 
     writers = {
         "openai": OpenAIWriter,
@@ -1019,7 +1073,7 @@ def make_writer(api, stream, reply="text", **asked):
         ends = [(finish, stop) if number == last else (None, None) for number in range(len(pieces))]
         steps = zip(pieces, ids, ends, tops, strict=True)
         chunks.append([StreamChunk(piece, token, top[token], *end, top) for piece, token, end, top in steps])
-        stats = GenerationStats("numpy", 3, 1, len(ids), 0.25, 0.5, len(ids) - 1)
+        stats = GenerationStats("numpy", 3, 1, len(ids), 0.25, 0.5, len(ids) - 1, dropped_tokens=int(stop == 2))
         prompt = [None, {1: -0.25, 4: -0.125}, {2: -0.5}]
         logprobs, echo = [top[token] for token, top in zip(ids, tops, strict=True)], ""
         if "echo" in asked.params:
@@ -1032,8 +1086,10 @@ def make_writer(api, stream, reply="text", **asked):
     return writers[api](asked, choices), chunks
 
 
-def write_reply(api, stream, **asked):
-    """What an API writes, as JSON: an object, or the events of a stream. Ids are numbers, and time stands still."""
+def write_reply(api, stream, code="", **asked):
+    """What an API writes, as JSON: an object, or the events of a stream. Ids are numbers, and time stands still.
+
+    code: of an error that ends a stream."""
     numbers = count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex=str(next(numbers))))
@@ -1046,7 +1102,7 @@ def write_reply(api, stream, **asked):
         for choice, of_choice in zip(writer.choices, chunks, strict=True):
             parts = [writer.part(choice, chunk) for chunk in of_choice]
             text += "".join(writer.text(part) for part in parts if part is not None)
-        text += writer.closing()
+        text += writer.failure(500, {"error": {**ERROR, "code": code}}) if code != "" else writer.closing()
     if api.startswith("ollama"):
         return lines(text)
     pieces = [piece.split("data: ") for piece in text.removesuffix("\n\n").split("\n\n")]
@@ -1061,6 +1117,10 @@ def all_replies():
         for reply in of_text if api in ("ollama's generate", "llama-server") else REPLIES:
             more = {"is_chat": True} if api == "openai" else {"top": 1} if api == "llama-server" else {}
             asked[f"{api}, {reply}"] = (api, {"reply": reply, **more})
+        asked[f"{api}, a failure"] = (api, {"reply": "no end", "code": "out"})
+        asked[f"{api}, a failure without a code"] = (api, {"reply": "no end", "code": None})
+    asked["llama-server, only scored"] = ("llama-server", {"reply": "text", "is_only_scored": True})
+    asked["responses, settings"] = ("responses", {"reply": "text", "body": SETTINGS, "params": SAMPLING})
     replies = {}
     for name, (api, options) in asked.items():
         given = options.pop("stream", None)
