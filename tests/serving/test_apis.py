@@ -33,6 +33,7 @@ from bitnet_ref.serving.http.server import StreamEvents
 from bitnet_ref.serving.http.shapes import INFILL_TOKENS
 from bitnet_ref.serving.http.shelf import Place
 from bitnet_ref.serving.http.tools import ToolReader
+from bitnet_ref.serving.http.translate import cut_tokens
 from bitnet_ref.serving.http.writers import OpenAIWriter, write_json
 
 TEMPLATE = (
@@ -908,6 +909,13 @@ class ByteTokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
+def an_engine(template=None, **sampling):
+    config = SimpleNamespace(vocab_size=300, context_length=1000)
+    model = SimpleNamespace(tokenizer=ByteTokenizer(template), config=config, context_length=1000)
+    settings = EngineConfig(sampling=sampling) if sampling else DEFAULTS
+    return SimpleNamespace(model=model, config=settings, cache=SimpleNamespace(capacity=800))
+
+
 def show(ids):
     return ids if isinstance(ids, str) else "".join(SPECIAL[each - 256] if each > 255 else chr(each) for each in ids)
 
@@ -951,15 +959,7 @@ def translate(case):
             reply = [{"type": "output_text", "text": "Hi"}]
             return {"msg_1": {"id": name, "type": "message", "role": "assistant", "content": reply}}.get(name)
 
-    engine = SimpleNamespace(
-        model=SimpleNamespace(
-            tokenizer=ByteTokenizer(case.get("own_template")),
-            config=SimpleNamespace(vocab_size=300, context_length=1000),
-            context_length=1000,
-        ),
-        config=EngineConfig(sampling=case["sampling"]) if "sampling" in case else DEFAULTS,
-        cache=SimpleNamespace(capacity=800),
-    )
+    engine = an_engine(case.get("own_template"), **case.get("sampling", {}))
     read = {
         "/v1/completions": shapes.read_completion,
         "/v1/chat/completions": shapes.read_chat,
@@ -1058,7 +1058,7 @@ def make_writer(api, stream, reply="text", body=MappingProxyType({"input": "Hi",
         tokenizer=SimpleNamespace(
             stream_decoder=lambda shown: SimpleNamespace(push=lambda token: WORDS[token].decode("utf-8", "ignore")),
             has_id=lambda token: True,
-            encode=lambda text, add_special_tokens: text.split(),
+            encode=lambda text, add_special_tokens=True: ["<s>"] * add_special_tokens + text.split(),
         ),
     )
     asked = Asked("m", [[0, 1, 2]], **{"params": {}, "is_chat": api not in ("openai", "llama-server"), **asked})
@@ -1128,6 +1128,28 @@ def all_replies():
             if not ((stream and "n" in options.get("params", {})) or (not stream and options["reply"] == "no end")):
                 replies[f"{name}, {'stream' if stream else 'whole'}"] = write_reply(api, stream, **options)
     return replies
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted", "left", "sampling"),
+    [
+        (780, 21, 20, {}),
+        (780, 20, 20, {}),
+        (780, None, None, {}),
+        (780, None, 20, {"max_tokens": 30}),
+        (798, 9, 2, {}),
+        (799, 9, 1, {}),
+        (800, 9, 9, {}),  # the engine refuses it
+        (780, 21, 21, {"overflow": "sliding"}),
+        (900, 500, 200, {"overflow": "truncate"}),
+    ],
+)
+def test_replies_are_cut_to_what_fits(tokens, wanted, left, sampling):
+    for prompt in ([7] * tokens, "x" * (tokens - 1)):  # a token begins each text
+        asked = Asked("m", [prompt], {} if wanted is None else {"max_tokens": wanted}, False)
+        assert cut_tokens(asked, an_engine(**sampling), OpenAIWriter).params.get("max_tokens") == left
+    with pytest.raises(RequestError, match="prompt: expected one"):
+        cut_tokens(Asked("m", ["a", "b"], {}, False), an_engine(), OpenAIWriter)
 
 
 def test_what_each_api_writes():
