@@ -403,6 +403,26 @@ def test_steps_in_a_row_share_their_time(drive):
     assert (now["engine_steps"], now["generation_tokens"]) == (3, 5)
 
 
+def test_the_last_steps_and_stories_are_kept(drive, monkeypatch):
+    monkeypatch.setattr(worker, "ENDED_STORIES", 2)
+    driven = drive(timeline_steps=3)
+    for _ in range(4):
+        handle = driven.engine.submit("Alice", max_tokens=1)
+        driven.step()
+        assert handle.done
+    assert [record.number for record in driven.engine.timeline] == [2, 3, 4]
+    assert [story.request_id for story in driven.engine.stories] == [2, 3]
+    assert driven.engine.metrics.labels == {"model_name": driven.engine.model.path.name}
+
+
+@pytest.mark.parametrize(
+    ("fallback", "left"),
+    [((), []), (("numpy",), ["numpy"]), ((BACKEND, "numpy"), ["numpy"]), (("cupy", BACKEND, "numpy"), ["numpy"])],
+)
+def test_backends_before_the_one_in_use_were_tried(drive, fallback, left):
+    assert drive(fallback=fallback).worker._fallback == left
+
+
 def test_another_process_is_told_by_every_use(drive, monkeypatch):
     """An engine's thread does not exist in a child process."""
     driven = drive()
