@@ -146,5 +146,9 @@ def test_what_takes_time_is_not_submitted_in_the_event_loop():
         ({"bad_words": "x" * 100}, True),
         ({"guided_regex": "a"}, False),
         ({"n": 2}, False),
+        ({"n": 1}, True),
     ):
         assert Asked("m", [[1]], params, False).is_quick(plain) == is_quick, params
+    assert not Asked("m", [[1], [2]], {}, False).is_quick(plain)
+    both = SimpleNamespace(config=SimpleNamespace(sampling={"n": 2}))
+    assert not Asked("m", [[1]], {}, False).is_quick(both)

@@ -5,7 +5,7 @@ import asyncio
 import http.client
 import json
 from contextlib import closing
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from itertools import count
@@ -21,6 +21,7 @@ from server_runs import RunningServer, until
 from bitnet_ref.errors import BitNetRefError, EngineClosed
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile
+from bitnet_ref.generation.params import SamplingParams
 from bitnet_ref.generation.results import Generation, GenerationStats, StreamChunk
 from bitnet_ref.serving.engine_config import EngineConfig
 from bitnet_ref.serving.http import llama_server, messages, ollama, ranking, responses, shapes
@@ -999,7 +1000,7 @@ REPLIES = {
     "nothing": (("",), "filtered", "no"),
     "thinking": (("<think>H", "m.</think>", "\n\nYes", "."), "stop", 2),
     "only thinking": (("<think>H", "m."), "length", None),
-    "calls": (("See: ", CALLED[:50], CALLED[50:], CALLED), "stop", 2),
+    "calls": (("See: ", CALLED[:50], CALLED[50:], CALLED.replace("utc", "cet")), "stop", 2),
     "a call that is cut": (("<think>Hm</think>" + CALLED[:45], CALLED[45:50]), "length", None),
     "a custom tool": ((SQL[:60], SQL[60:] + CALLED), "stop", 2),
     "a custom tool's call that is cut": ((SQL[:60],), "length", None),
@@ -1024,6 +1025,8 @@ ASKED = {
     "a beginning": ("text", {"is_chat": True, "prefix": "So "}),
     "a beginning of a stream": ("text", {"is_chat": True, "prefix": "So ", "stream": True}),
     "the best of several": ("text", SEVERAL),
+    "several": ("text", {**SEVERAL, "n": 3}),
+    "fewer texts than beams": ("text", {"n": 3, "params": {"n": 3, "num_beams": 3}}),
     "a completion": ("a stop string", {"params": {"echo": True}, "include_stop_str_in_output": True}),
     "an echo": ("text", {"params": {"echo": True}, "echo": True, "top": 2}),
     "an echo in a stream": ("text", {"params": {"echo": True}, "echo": True, "top": 2, **FRAMES}),
@@ -1036,9 +1039,19 @@ ASKED = {
 }
 
 
+class WordDecoder:
+    """Of a tokenizer whose texts begin with a space, which is no part of them."""
+
+    text = ""
+
+    def push(self, token):
+        before, self.text = self.text, self.text + WORDS[token].decode("utf-8", "ignore")
+        return self.text.lstrip()[len(before.lstrip()) :]
+
+
 def make_writer(api, stream, reply="text", body=MappingProxyType({"input": "Hi", "instructions": "Be"}), **asked):
     """(the writer of an API for a request, the chunks of each of its texts)"""
-    pieces, finish, stop = REPLIES[reply]
+    _, finish, stop = REPLIES[reply]
     store = responses.ResponseStore(max_responses=1)
 
     def write_response(asked, choices):
@@ -1056,7 +1069,7 @@ def make_writer(api, stream, reply="text", body=MappingProxyType({"input": "Hi",
     model = SimpleNamespace(
         vocabulary=SimpleNamespace(name=WORDS.__getitem__),
         tokenizer=SimpleNamespace(
-            stream_decoder=lambda shown: SimpleNamespace(push=lambda token: WORDS[token].decode("utf-8", "ignore")),
+            stream_decoder=lambda shown: WordDecoder(),
             has_id=lambda token: True,
             encode=lambda text, add_special_tokens=True: ["<s>"] * add_special_tokens + text.split(),
         ),
@@ -1066,10 +1079,11 @@ def make_writer(api, stream, reply="text", body=MappingProxyType({"input": "Hi",
     if asked.is_chat:
         tools = ToolReader({"clock": {}, "sql": {}}, False)
         asked.reply, asked.custom = ReplyReader(KNOWN_MARKS[0], tools), frozenset(["sql"])
-    choices, chunks = [], []
+    choices, chunks, results = [], [], []
     for index in range(asked.params.get("n", 1)):
+        pieces = REPLIES[reply][0] * (1 + index % 2)
         ids, last = [3 + number % 4 for number in range(len(pieces))], len(pieces) - 1
-        tops = [{token: -0.75 + index / 8, 1: -1.5} for token in ids]
+        tops = [{token: (-0.75, -0.5, -1.0)[index], 1: -1.5} for token in ids]
         ends = [(finish, stop) if number == last else (None, None) for number in range(len(pieces))]
         steps = zip(pieces, ids, ends, tops, strict=True)
         chunks.append([StreamChunk(piece, token, top[token], *end, top) for piece, token, end, top in steps])
@@ -1081,9 +1095,15 @@ def make_writer(api, stream, reply="text", body=MappingProxyType({"input": "Hi",
             chunks[-1][0] = StreamChunk(**{**first, "text": echo + first["text"]})
         result = Generation(echo + "".join(pieces), ids, finish, logprobs, [0, 1, 2], stats, stop, tops, prompt)
         facts = {"prompt_token_ids": [0, 1, 2], "echo": "Once upon", "prompt_logprobs": prompt, "stats": stats}
-        handle = SimpleNamespace(**facts, result=partial(copy, result))
+        results.append(result)
+        handle = SimpleNamespace(**facts, result=partial(pick_results, results, result, asked))
         choices.append(Choice(asked, index, handle, model, index))
     return writers[api](asked, choices), chunks
+
+
+def pick_results(results, own, asked):
+    """What a handle gives: of beams all texts, and here one fewer than was asked for."""
+    return results[:-1] if "num_beams" in asked.params else own
 
 
 def write_reply(api, stream, code="", **asked):
@@ -1150,6 +1170,35 @@ def test_replies_are_cut_to_what_fits(tokens, wanted, left, sampling):
         assert cut_tokens(asked, an_engine(**sampling), OpenAIWriter).params.get("max_tokens") == left
     with pytest.raises(RequestError, match="prompt: expected one"):
         cut_tokens(Asked("m", ["a", "b"], {}, False), an_engine(), OpenAIWriter)
+
+
+def test_what_a_request_submits():
+    def submit(prompts, priority=0, **params):
+        calls = []
+
+        def note(name, prompt, echo, **options):
+            calls.append((name, prompt, options))
+            return [SimpleNamespace(prompt_token_ids=[7])] * options["n"]
+
+        engine = SimpleNamespace(
+            config=SimpleNamespace(max_queue=4, params=lambda given: SamplingParams()),
+            model=SimpleNamespace(vocabulary=None, tokenizer=SimpleNamespace(stream_decoder=lambda shown: None)),
+            submit=lambda prompt, **options: note("submit", prompt, **options)[0],
+            streams=partial(note, "streams"),
+        )
+        choices = Asked("m", prompts, params, False, priority=priority).submit(engine, 9.0)
+        return [(choice.index, choice._rank) for choice in choices], calls
+
+    rest = {"priority": 0, "timeout_s": 9.0}
+    assert submit(["a"]) == ([(0, 0)], [("streams", "a", {**rest, "n": 1})])
+    two, options = [(0, 0), (1, 1), (2, 0), (3, 1)], {**rest, "priority": 2, "n": 2}
+    assert submit(["a", "b"], 2, n=2) == (two, [("streams", "a", options), ("streams", "b", options)])
+    options = {**rest, "n": 2, "num_beams": 2}
+    assert submit(["a"], n=2, num_beams=2) == (two[:2], [("submit", "a", options)])
+    options = {**rest, "n": 1, "num_beams": 1}
+    assert submit(["a"], n=1, num_beams=1) == (two[:1], [("streams", "a", options)])
+    with pytest.raises(RequestError, match="prompt: 5 texts are more than this server's queue holds"):
+        submit(["a"], n=5)
 
 
 def test_what_each_api_writes():
