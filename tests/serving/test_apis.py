@@ -492,6 +492,7 @@ def test_ollamas_generate(ask):
     assert (unloaded["message"], unloaded["done_reason"]) == ({"role": "assistant", "content": ""}, "unload")
     assert "filling in the middle" in ask("/api/generate", {"prompt": "a", "suffix": "b"}, 400)["error"]
     assert "images" in ask("/api/generate", {"prompt": "a", "images": ["x"]}, 400)["error"]
+    assert "seed" in ask("/api/generate", {**raw, "options": {"seed": "x"}}, 400)["error"]
     assert "keep_alive" in ask("/api/generate", {"prompt": "a", "keep_alive": "soon"}, 400)["error"]
 
 
@@ -585,6 +586,13 @@ def test_ollamas_embeddings(ask, server):
     assert "context" in ask("/api/embed", {**long, "truncate": False}, 400)["error"]
     assert len(ask("/api/embed", {"input": "a", "dimensions": 3})["embeddings"][0]) == 3
     assert "dimensions" in ask("/api/embed", {"input": "a", "dimensions": 300}, 400)["error"]
+
+
+def test_the_tokens_of_texts_for_vectors():
+    story = model(ASSETS / "storyteller", BACKEND, threads=1)
+    ids = story.tokenizer.encode("Alice")
+    for more, expected in (({}, ids), ({"add_special_tokens": True}, ids), ({"add_special_tokens": False}, ids[1:])):
+        assert shapes.embedding_ids(story, {"input": ["Alice", [7, 8]], **more}) == [expected, [7, 8]]
 
 
 def test_a_model_leaves_when_a_client_wants(tmp_path):
