@@ -135,8 +135,9 @@ def test_pages_of_an_adapter_are_for_its_own_sequences():
         assert pool.open(tokens, adapter=name).pages == lease.pages[:1]
 
 
-def test_without_sharing_nothing_is_found():
-    pool = PagePool(8, SIZE, share=False)
+@pytest.mark.parametrize("kind", [{"share": False}, {"complete": False}], ids=str)
+def test_without_sharing_nothing_is_found(kind):
+    pool = PagePool(8, SIZE, **kind)
     tokens = ids(*range(9))
     fill(pool.open(tokens), tokens)
     assert pool.open(tokens).pages == []

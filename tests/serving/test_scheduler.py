@@ -187,6 +187,21 @@ def test_more_important_work_takes_a_slot_and_the_other_keeps_its_pages():
     assert [(p.row, p.tokens) for p in cache.step().pieces] == [(usual, 1)]
 
 
+def test_the_last_of_the_less_important_is_paused():
+    for arrival_s in (1.0, 0.0):  # of one moment, the request that was numbered last
+        scheduler, cache = engine(max_batch=2)
+        first, last, urgent = (
+            job(0, 3, new=4, arrival_s=0.0),
+            job(1, 3, new=4, arrival_s=arrival_s),
+            job(2, 3, priority=1),
+        )
+        for each in (first, last):
+            scheduler.add(each)
+        cache.step()
+        scheduler.add(urgent)
+        assert [piece.row for piece in cache.step().pieces] == [urgent, first]
+
+
 def test_equal_beginnings_are_computed_once():
     scheduler, cache = engine(pages=40, max_batch_tokens=32)
     prompts = [[*range(16), number] for number in range(4)]
