@@ -167,6 +167,13 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     assert [(p.row, p.tokens, p.ends) for p in plan.pieces] == [(long, 13, False), (short, 3, True)]
 
 
+def test_half_of_a_step_is_shared_evenly():
+    scheduler, cache = engine(pages=80, max_batch_tokens=60)
+    for number in range(3):
+        scheduler.add(job(number, range(number, 60 + number)))
+    assert [piece.tokens for piece in cache.step().pieces] == [30 + 10, 10, 10]
+
+
 def test_arrival_decides_and_priority_is_worth_some_seconds():
     scheduler, _ = engine(priority_wait_s=10)
     jobs = [job(0, 2, arrival_s=0), job(1, 2, arrival_s=5, priority=1), job(2, 2, arrival_s=11, priority=1)]
