@@ -252,9 +252,9 @@ class Scheduler:
             if len(draft):
                 drafts[index], room = draft, room - len(draft)
         lends = len(drafts) < len(plan.pieces)
-        if lends and self._lent < 1:  # a job without a draft has lost all the time that drafts may cost it
+        if not drafts or (lends and self._lent < 1):  # a job without one has lost all the time that drafts may cost it
             return
-        spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0
+        spare = self.pool.available - sum(map(_pages_needed, self.running))
         for index, draft in drafts.items():
             piece, count = plan.pieces[index], len(draft)
             lease = piece.row.held

@@ -333,6 +333,13 @@ def test_greedy_jobs_take_steps_in_a_row_within_pages_and_room():
     assert steps(1) == [4]
 
 
+def test_a_step_with_drafts_is_one():
+    _, cache = engine(pages=20)
+    cache.scheduler.add(job(0, [0, 1, 0], new=20, guesses=(6, 6), greedy=True))
+    plans = [cache.step() for _ in range(2)]
+    assert [(plan.steps, len(plan.pieces[0].draft)) for plan in plans] == [(1, 0), (1, 6)]
+
+
 def test_steps_in_a_row_take_the_last_page():
     scheduler, cache = engine(pages=2)
     scheduler.add(job(0, [0, 1, 0], new=5, greedy=True))
