@@ -403,6 +403,18 @@ def test_steps_in_a_row_share_their_time(drive):
     assert (now["engine_steps"], now["generation_tokens"]) == (3, 5)
 
 
+def test_a_latch_waits_as_long_as_it_is_told():
+    latch, asked = tickets.Latch(), []
+    lock = {"acquire": lambda timeout: asked.append(timeout), "release": lambda: asked.append("released")}
+    latch._closed = SimpleNamespace(**lock)
+    assert [latch.wait(timeout_s) for timeout_s in (None, 2.5, 0, -3.0)] == [False] * 4
+    assert asked == [-1, 2.5, 0.0, 0.0]
+    for _ in range(2):
+        latch.set()
+    assert latch.wait(1.0)
+    assert asked[4:] == ["released"]
+
+
 def test_the_last_steps_and_stories_are_kept(drive, monkeypatch):
     monkeypatch.setattr(worker, "ENDED_STORIES", 2)
     driven = drive(timeline_steps=3)
