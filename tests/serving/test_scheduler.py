@@ -271,6 +271,21 @@ def test_the_last_job_waits_for_a_page():
     assert scheduler.stops == 0
 
 
+def test_a_piece_is_as_long_as_its_pages_allow():
+    """The first job, which is decoding, needs a page in the same step."""
+    scheduler, cache = engine(pages=9, max_batch=2, max_batch_tokens=5)
+    first, last = (
+        job(0, [number % 5 for number in range(13)], new=7),
+        job(1, [number % 7 for number in range(17)], new=6),
+    )
+    scheduler.add(first)
+    cache.step()
+    cache.step()
+    scheduler.add(last)
+    tokens = [[piece.tokens for piece in cache.step().pieces] for _ in range(7)]
+    assert tokens == [[3, 2], [1, 4], [1, 4], [1, 4], [1, 2], [1], [1]]
+
+
 def test_drafts_take_only_what_nobody_else_needs():
     scheduler, cache = engine(pages=20, max_batch=2, max_batch_tokens=20)
     scheduler.add(quick := job(0, [0, 1], new=40, guesses=(6, 6)))
