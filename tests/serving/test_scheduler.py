@@ -274,10 +274,7 @@ def test_the_last_job_waits_for_a_page():
 def test_a_piece_is_as_long_as_its_pages_allow():
     """The first job, which is decoding, needs a page in the same step."""
     scheduler, cache = engine(pages=9, max_batch=2, max_batch_tokens=5)
-    first, last = (
-        job(0, [number % 5 for number in range(13)], new=7),
-        job(1, [number % 7 for number in range(17)], new=6),
-    )
+    first, last = job(0, range(13), new=7), job(1, range(20, 37), new=6)
     scheduler.add(first)
     cache.step()
     cache.step()
