@@ -79,7 +79,7 @@ class PagedPlan(StepPlan[Job]):
 class Scheduler:
     """max_batch: jobs that run at a time. max_batch_tokens: tokens per step, more than max_batch."""
 
-    def __init__(self, pool: PagePool, max_batch: int, max_batch_tokens: int, priority_wait_s: float = 10.0) -> None:
+    def __init__(self, pool: PagePool, max_batch: int, max_batch_tokens: int, priority_wait_s: float) -> None:
         assert max_batch_tokens > max_batch
         self.pool, self.max_batch, self.max_batch_tokens = pool, max_batch, max_batch_tokens
         self.priority_wait_s = priority_wait_s
@@ -117,7 +117,7 @@ class Scheduler:
         branches: list[tuple[Lease | None, int]] = []
         for index in parents:
             lease = jobs[index].lease if self.pool.complete else None
-            branches.append((None, 0) if lease is None else (lease.fork(), jobs[index].computed))
+            branches.append((None if lease is None else lease.fork(), jobs[index].computed))
         for job in jobs:
             self.remove(job)
         for job, (lease, computed) in zip(jobs, branches, strict=False):

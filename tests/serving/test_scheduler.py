@@ -132,8 +132,8 @@ class Cache:
                         self.scheduler.remove(row)
 
 
-def engine(pages=16, max_batch=4, max_batch_tokens=12, **more):
-    scheduler = Scheduler(PagePool(pages, SIZE), max_batch, max_batch_tokens, **more)
+def engine(pages=16, max_batch=4, max_batch_tokens=12, priority_wait_s=10.0):
+    scheduler = Scheduler(PagePool(pages, SIZE), max_batch, max_batch_tokens, priority_wait_s)
     return scheduler, Cache(scheduler, pages)
 
 
