@@ -172,6 +172,12 @@ KNOWN: dict[str, str] = {
     "serving/scheduler.py: NO_SLOT = -1 -> NO_SLOT = (1)": (
         "a job without a slot is never asked for it; the number is seen in a debugger only"
     ),
+    "serving/step.py PagedStepper.prepare: cache.page_table[piece.slot, len(lease.pages) :] = NO_PAGE -> pass": (
+        "pages behind those of the sequence are looked up by nothing"
+    ),
+    'serving/http/shapes.py infill_ids: front = tokenizer.encode("")[:1] if tokenizer.bos_id in '
+    'tokenizer.encode("")[:1] else [] -> front = tokenizer.encode("")[:1] if tokenizer.bos_id in '
+    'tokenizer.encode("")[:(2)] else []': "a token that begins each text is the first one",
     "serving/tickets.py: NEWEST_CHUNKS = 16 -> NEWEST_CHUNKS = (17)": ("how much of a text the live view shows"),
     "serving/scheduler.py Scheduler._add_steps: plan.copies += lease.reserve(start, stop) or () -> plan.copies += "
     "(lease.reserve(start, stop) and ())": "the pages behind the next token's are the sequence's own: none is copied",

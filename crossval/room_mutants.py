@@ -82,7 +82,7 @@ ROOMS = {
             "tests/training/test_training_run.py",
         ),
     ),
-    "serving/http": Room(("serving/http/*.py",), ("tests/serving",)),
+    "serving/http": Room(("serving/http/*.py",), ("tests/serving", "tests/cli/test_serve_hosts.py")),
     "serving": Room(("serving/*.py",), ("tests/serving",)),
 }
 

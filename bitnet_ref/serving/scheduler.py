@@ -79,7 +79,7 @@ class PagedPlan(StepPlan[Job]):
 class Scheduler:
     """max_batch: jobs that run at a time. max_batch_tokens: tokens per step, more than max_batch."""
 
-    def __init__(self, pool: PagePool, max_batch: int, max_batch_tokens: int, priority_wait_s: float = 10.0) -> None:
+    def __init__(self, pool: PagePool, max_batch: int, max_batch_tokens: int, priority_wait_s: float) -> None:
         assert max_batch_tokens > max_batch
         self.pool, self.max_batch, self.max_batch_tokens = pool, max_batch, max_batch_tokens
         self.priority_wait_s = priority_wait_s
@@ -117,7 +117,7 @@ class Scheduler:
         branches: list[tuple[Lease | None, int]] = []
         for index in parents:
             lease = jobs[index].lease if self.pool.complete else None
-            branches.append((None, 0) if lease is None else (lease.fork(), jobs[index].computed))
+            branches.append((None if lease is None else lease.fork(), jobs[index].computed))
         for job in jobs:
             self.remove(job)
         for job, (lease, computed) in zip(jobs, branches, strict=False):
@@ -252,9 +252,9 @@ class Scheduler:
             if len(draft):
                 drafts[index], room = draft, room - len(draft)
         lends = len(drafts) < len(plan.pieces)
-        if lends and self._lent < 1:  # a job without a draft has lost all the time that drafts may cost it
+        if not drafts or (lends and self._lent < 1):  # a job without one has lost all the time that drafts may cost it
             return
-        spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0
+        spare = self.pool.available - sum(map(_pages_needed, self.running))
         for index, draft in drafts.items():
             piece, count = plan.pieces[index], len(draft)
             lease = piece.row.held

@@ -1,5 +1,6 @@
 """One admission for every route: count, bytes and time; and /health beside whatever the others do."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -9,7 +10,9 @@ import pytest
 from server_runs import RunningServer, ServerLimits, until
 
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.admission import Admission, _current, _Intake
 from bitnet_ref.serving.http.choices import Asked
+from bitnet_ref.serving.http.schemas import RequestError
 
 STORY = ASSETS / "storyteller"
 KINDS = {"content-type": "application/json"}
@@ -52,6 +55,33 @@ def test_bodies_are_bounded_together(server):
         assert (status, headers["retry-after"]) == (429, "1"), answer
     finally:
         count.running = count.nbytes = 0
+
+
+def test_the_last_request_and_the_last_byte_that_are_admitted():
+    count = Admission(ServerLimits(max_body_bytes=10, max_streams=2))
+    one, two, three = (_Intake(is_read=True) for _ in range(3))
+    count._enter(one, 150)
+    with pytest.raises(RequestError, match="hold 150 bytes; this one of 11 has to wait"):
+        count._enter(two, 11)
+    count.leave(two)
+    count._enter(two, 10)  # 16 times the largest body
+    with pytest.raises(RequestError, match="2 requests are running"):
+        count._enter(three, 0)
+    count.leave(three)
+    assert (count.running, count.nbytes) == (2, 160)
+    count.leave(one)
+    assert (count.running, count.nbytes) == (1, 10)
+
+
+def test_large_bodies_are_read_in_a_thread_of_their_own():
+    async def read(nbytes):
+        count = Admission(ServerLimits())
+        _current.set(_Intake(is_read=True, nbytes=nbytes))
+        name = await count.work(lambda: threading.current_thread().name)
+        return count.is_small, name.startswith("large-body")
+
+    kinds = {4096: (True, False), 4097: (False, False), 65536: (False, False), 65537: (False, True)}
+    assert {nbytes: asyncio.run(read(nbytes)) for nbytes in kinds} == kinds
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/nothing"])
@@ -117,5 +147,9 @@ def test_what_takes_time_is_not_submitted_in_the_event_loop():
         ({"bad_words": "x" * 100}, True),
         ({"guided_regex": "a"}, False),
         ({"n": 2}, False),
+        ({"n": 1}, True),
     ):
         assert Asked("m", [[1]], params, False).is_quick(plain) == is_quick, params
+    assert not Asked("m", [[1], [2]], {}, False).is_quick(plain)
+    both = SimpleNamespace(config=SimpleNamespace(sampling={"n": 2}))
+    assert not Asked("m", [[1]], {}, False).is_quick(both)

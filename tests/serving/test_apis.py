@@ -5,24 +5,37 @@ import asyncio
 import http.client
 import json
 from contextlib import closing
+from copy import deepcopy
+from dataclasses import fields
+from functools import partial
+from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
 from cli_runs import BACKEND
 from helpers import DATA, chat_folder, model, stop_words
 from server_runs import RunningServer, until
 
-from bitnet_ref.errors import EngineClosed
+from bitnet_ref.errors import BitNetRefError, EngineClosed
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile
-from bitnet_ref.serving.http import messages, ollama
+from bitnet_ref.generation.params import SamplingParams
+from bitnet_ref.generation.results import Generation, GenerationStats, StreamChunk
+from bitnet_ref.serving.engine_config import EngineConfig
+from bitnet_ref.serving.http import llama_server, messages, ollama, ranking, responses, shapes
+from bitnet_ref.serving.http.choices import Asked, Choice
 from bitnet_ref.serving.http.failures import describe_failure
+from bitnet_ref.serving.http.replies import KNOWN_MARKS, ReplyReader
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
 from bitnet_ref.serving.http.server import StreamEvents
+from bitnet_ref.serving.http.shapes import INFILL_TOKENS
 from bitnet_ref.serving.http.shelf import Place
-from bitnet_ref.serving.http.writers import write_json
+from bitnet_ref.serving.http.tools import ToolReader
+from bitnet_ref.serving.http.translate import cut_tokens
+from bitnet_ref.serving.http.writers import OpenAIWriter, write_json
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -30,6 +43,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TRANSLATIONS, ANSWERS = DATA / "serving" / "translations.json", DATA / "serving" / "answers.json"
 HELLO = [{"role": "user", "content": "Hello"}]
 ZONE = {
     "type": "object",
@@ -181,6 +195,7 @@ def test_results_of_tools_are_messages_of_their_own(ask, prompt):
     assert 'See:clock({"zone": "utc"})\ntool: Five.\nuser: Thanks\n' in expected
     count = ask("/tokenize", {"messages": chat})["count"]
     assert ask(f"{MESSAGES}/count_tokens", {"messages": messages}) == {"input_tokens": count}
+    ask(f"{MESSAGES}/count_tokens", {"messages": messages, "output_config": {"effort": "huge"}}, 400)
     failed = {"type": "tool_result", "tool_use_id": "t1", "is_error": True, "content": "no such zone"}
     text_first = {"role": "user", "content": [{"type": "text", "text": "So:"}, failed]}
     assert ask(MESSAGES, {"messages": [*messages[:2], text_first], "max_tokens": 2})["content"]
@@ -319,6 +334,7 @@ def test_the_store(ask, server):
     status, _, answer = server.request("DELETE", f"{RESPONSES}/{first['id']}", None, {})
     assert (status, answer) == (200, {"id": first["id"], "object": "response", "deleted": True})
     assert server.get(f"{RESPONSES}/{first['id']}")[0] == 404
+    assert server.request("DELETE", f"{RESPONSES}/{first['id']}", None, {})[0] == 404
     ask(RESPONSES, {"input": "More", "previous_response_id": first["id"], "max_output_tokens": 3}, 404)
 
 
@@ -339,6 +355,13 @@ def test_the_store_is_bounded():
     with pytest.raises(RequestError):
         store.find("r4")
     assert store.find("half")
+    size = len(json.dumps([response("a"), [], []]))
+    full = ResponseStore(max_responses=2, max_bytes=2 * size)
+    for name in "ab":
+        full.put(response(name), [], [])
+    assert full.find("a")  # two of two, with all bytes
+    full.put(response("c"), ["x" * (size - 2)], [])  # as large as all may be
+    assert full.find("c")
 
 
 def test_a_response_is_cancelled(server):
@@ -365,11 +388,13 @@ def test_the_events_of_a_response_that_is_cancelled(tmp_path):
         asked = read_response({"input": "Hello", "stream": True}, "talker", engine, None, store)
         (choice,) = choices = asked.submit(engine)
         writer = asked.writer(asked, choices)
+        assert dict(store.running) == {writer.id: choice}
         text = writer.opening()
         while "output_text.delta" not in text:
             text += writer.part(choice, next(choice.handle)) or ""
         choice.handle.close()
         events = named_events(text + writer.closing())
+    assert not store.running
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     kinds = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert [name for name, _ in events[-4:]] == [f"response.{kind}" for kind in kinds]
@@ -461,10 +486,14 @@ def test_ollamas_generate(ask):
     raw = {"prompt": "Once upon a time", "raw": True, "options": options}
     same = ask("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0})
     assert "".join(line["response"] for line in lines(ask("/api/generate", raw))) == same["choices"][0]["text"]
-    assert ask("/api/generate", {"prompt": ""})["done_reason"] == "load"
-    assert ask("/api/generate", {"keep_alive": 0})["done_reason"] == "unload"
+    loaded = ask("/api/generate", {"prompt": ""})
+    assert loaded.pop("created_at").endswith("Z")
+    assert loaded == {"model": "talker", "response": "", "done": True, "done_reason": "load"}
+    unloaded = ask("/api/chat", {"keep_alive": 0})
+    assert (unloaded["message"], unloaded["done_reason"]) == ({"role": "assistant", "content": ""}, "unload")
     assert "filling in the middle" in ask("/api/generate", {"prompt": "a", "suffix": "b"}, 400)["error"]
     assert "images" in ask("/api/generate", {"prompt": "a", "images": ["x"]}, 400)["error"]
+    assert "seed" in ask("/api/generate", {**raw, "options": {"seed": "x"}}, 400)["error"]
     assert "keep_alive" in ask("/api/generate", {"prompt": "a", "keep_alive": "soon"}, 400)["error"]
 
 
@@ -507,7 +536,8 @@ def test_a_head_of_its_own_counts_among_the_parameters():
     assert ollama._count_parameters(model(folder, backend=BACKEND)) == sum(matrices)
 
 
-def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded():
+def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded(tmp_path):
+    assert ollama.describe_place("m", Place("m", tmp_path))["modified_at"] == "1970-01-01T00:00:00Z"  # its files left
     path = DATA / "gguf" / "tq2_0.gguf"
     entry = ollama.describe_place("m", Place("m", path))
     assert (entry["size"], entry["details"]["format"]) == (path.stat().st_size, "gguf")
@@ -515,19 +545,55 @@ def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded():
     assert entry["details"]["families"] == []
 
 
-def test_ollamas_embeddings(ask):
+def test_what_a_model_can_do_is_seen_in_its_template():
+    engine = SimpleNamespace(
+        model=model(ASSETS / "storyteller", BACKEND, threads=1),
+        config=SimpleNamespace(sampling={"repetition_penalty": 1.5, "stop": "END", "logprobs": 1}),
+    )
+    for template, able in ((None, []), ("x", []), ("tools", ["tools"]), ("</think>", ["thinking"])):
+        shown = ollama.describe_model(Place("m", ASSETS / "storyteller"), engine, template)
+        assert (shown["template"], shown["capabilities"]) == (template or "", ["completion", "embedding", *able])
+    assert shown["parameters"] == "stop END\nrepeat_penalty 1.5"
+    assert [ollama._size_name(count) for count in (10**9, 10**9 - 1)] == ["1.0B", "1000.0M"]
+
+
+def test_how_long_a_model_stays():
+    good = {"5m": 300, "1h30m": 5400, "90": 90, "1.5s": 1.5, "200ms": 0.2, " 2h ": 7200, "-1s": None, "-1": None}
+    assert {text: ollama.read_seconds(text) for text in good} == good
+    assert [ollama.read_seconds(number) for number in (0, 2.5, -1)] == [0, 2.5, None]
+    for text in ("", "m", "5m soon", "5 m", "--5m", "1234567890", "5d"):
+        with pytest.raises(RequestError, match="keep_alive: expected seconds or a text like '5m', got"):
+            ollama.read_seconds(text)
+
+
+def test_ollamas_embeddings(ask, server):
     texts = ["Alice", "The old man"]
     new = ask("/api/embed", {"input": texts})
     same = [row["embedding"] for row in ask("/v1/embeddings", {"input": texts})["data"]]
     assert new["embeddings"] == same
     assert ask("/api/embeddings", {"prompt": "Alice"}) == {"embedding": same[0]}
-    assert ask("/api/embed", {"input": []})["embeddings"] == []
+    assert 0 < new["total_duration"] < 60e9
+    assert (new["load_duration"], new["prompt_eval_count"]) == (
+        0,
+        sum(ask("/tokenize", {"prompt": t})["count"] for t in texts),
+    )
+    assert ask("/api/embed", {"input": [], "keep_alive": 600})["embeddings"] == []
+    place = server.shelf.places["talker"]
+    assert place.keep_s == 600
+    place.keep_s = None
     long = {"input": "Hello there. " * 200}
     cut = ask("/v1/embeddings", {**long, "truncate_prompt_tokens": 256, "truncation_side": "right"})
     assert ask("/api/embed", long)["embeddings"][0] == cut["data"][0]["embedding"]
     assert "context" in ask("/api/embed", {**long, "truncate": False}, 400)["error"]
     assert len(ask("/api/embed", {"input": "a", "dimensions": 3})["embeddings"][0]) == 3
     assert "dimensions" in ask("/api/embed", {"input": "a", "dimensions": 300}, 400)["error"]
+
+
+def test_the_tokens_of_texts_for_vectors():
+    story = model(ASSETS / "storyteller", BACKEND, threads=1)
+    ids = story.tokenizer.encode("Alice")
+    for more, expected in (({}, ids), ({"add_special_tokens": True}, ids), ({"add_special_tokens": False}, ids[1:])):
+        assert shapes.embedding_ids(story, {"input": ["Alice", [7, 8]], **more}) == [expected, [7, 8]]
 
 
 def test_a_model_leaves_when_a_client_wants(tmp_path):
@@ -602,9 +668,19 @@ def test_llama_servers_completion(ask):
 def test_llama_servers_other_paths(server, ask):
     assert ask("/apply-template", {"messages": HELLO})["prompt"] == "<s>user: Hello\nassistant: "
     props = server.get("/props?model=talker")[2]
-    assert (props["total_slots"], props["bos_token"], props["chat_template"]) == (8, "<s>", TEMPLATE)
+    assert props == {
+        "default_generation_settings": {"n_ctx": 256, "params": {}},
+        "total_slots": 8,
+        "model_alias": "talker",
+        "chat_template": TEMPLATE,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": "bitnet_ref 1.2.3",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     slots = server.get("/slots?model=talker")[2]
-    assert [slot["is_processing"] for slot in slots] == [False] * 8
+    idle = {"id_task": -1, "n_ctx": 256, "is_processing": False}
+    assert slots == [{"id": number, **idle} for number in range(8)]
     message = ask("/infill", {"input_prefix": "a", "input_suffix": "b"}, 400)["error"]["message"]
     assert "no tokens for filling in the middle" in message
 
@@ -643,6 +719,43 @@ def test_ranking(ask):
     by_index = {each["index"]: each["relevance_score"] for each in answer["results"]}
     assert [each["score"] for each in pairs] == [by_index[0], by_index[2]]
     assert "text_1" in ask("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, 400)["error"]["message"]
+    each_with_its_own = {"text_1": ["a rabbit", "b"], "text_2": ["The rabbit ran away.", "c"]}
+    told = [ask("/score", each_with_its_own | more)["data"] for more in ({}, {"instruction": ranking.INSTRUCTION})]
+    assert told[0] == told[1]
+    assert (told[0][0]["score"], len(told[0])) == (by_index[0], 2)
+
+
+def test_what_a_judge_reads_and_says(monkeypatch):
+    tokenizer, asked = ByteTokenizer(None), []
+
+    def score_groups(model, groups):
+        asked.extend((show(ids), *map(show, words)) for ids, words in groups)
+        totals = [(-1.0, -1.0), (-1.0, -3.0), (-2000.0, 0.0)]
+        return [[SimpleNamespace(total=each) for each in pair] for pair in totals]
+
+    monkeypatch.setattr(ranking, "score_groups", score_groups)
+    judge = SimpleNamespace(tokenizer=tokenizer)
+    question = "<Instruct>: find\n<Query>: q\n<Document>: d"
+    scores, tokens = ranking.judge_pairs(judge, "find", [("q", "d")])
+    assert scores == pytest.approx([0.5, 1 / (1 + np.exp(-2)), 0.0])
+    assert asked == [(f"<s>{ranking.JUDGE}\n\n{question}\n\nAnswer:", "yes", "no")]
+    assert tokens == len(asked[0][0]) - len("<s>") + 1
+    tokenizer.chat_template = "."
+    ranking.judge_pairs(judge, "find", [("q", "d")])
+    messages = [{"role": "system", "content": ranking.JUDGE}, {"role": "user", "content": question}]
+    assert asked[1][0] == f"{json.dumps([messages, None, {'enable_thinking': False}, None])}."
+
+
+def test_vectors_of_any_length_are_compared_by_their_angle():
+    async def embed(model, given):
+        assert given == {"input": ["a", "b", "c"]}
+        return np.array([[0.3, 0.4], [0.0, 0.5], [0.0, 0.0]]), 7
+
+    bert = SimpleNamespace(path=None, config=SimpleNamespace(pooling="mean"))
+    pairs = [("a", "b"), ("a", "a"), ("b", "c")]
+    scores, tokens = asyncio.run(ranking.score_all(SimpleNamespace(embed=embed), bert, pairs, ""))
+    assert (scores, tokens) == (pytest.approx([0.8, 1.0, 0.0]), 7)
+    assert not ranking.is_embedding_model(SimpleNamespace(path=None, config=SimpleNamespace(pooling="last")))
 
 
 def test_ranking_by_vectors(tmp_path):
@@ -774,3 +887,339 @@ def test_a_stream_that_fails_says_so_in_its_own_form(tmp_path):
         assert (kind, failed["response"]["id"], failed["response"]["status"]) == ("response.failed", name, "failed")
         assert "it was closed" in failed["response"]["error"]["message"]
         assert not store.running
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+DEFAULTS = EngineConfig()
+SPECIAL = ("<s>", "</s>", "<think>", "</think>", "<tool_call>", "</tool_call>", *INFILL_TOKENS[0])
+
+
+class ByteTokenizer:
+    """A token for each byte, then the special ones. Its chat template writes down what it is given."""
+
+    bos_id, eos_ids, special_ids = 256, {257}, list(range(256, 256 + len(SPECIAL)))
+
+    def __init__(self, chat_template):
+        self.chat_template = chat_template
+
+    def encode(self, text, add_special_tokens=True):
+        return [self.bos_id] * add_special_tokens + [*text.encode()]
+
+    def token_to_id(self, name):
+        return 256 + SPECIAL.index(name) if name in SPECIAL else None
+
+    def template_for(self, has_tools):
+        return self.chat_template
+
+    def apply_chat_template(self, messages, adds=True, tools=None, chat_template=None, variables=None, tokenize=False):
+        end = self.chat_template if adds else ""
+        text = f"{json.dumps([messages, tools, variables, chat_template], ensure_ascii=False)}{end}"
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def an_engine(template=None, **sampling):
+    config = SimpleNamespace(vocab_size=300, context_length=1000)
+    model = SimpleNamespace(tokenizer=ByteTokenizer(template), config=config, context_length=1000)
+    settings = EngineConfig(sampling=sampling) if sampling else DEFAULTS
+    return SimpleNamespace(model=model, config=settings, cache=SimpleNamespace(capacity=800))
+
+
+def show(ids):
+    return ids if isinstance(ids, str) else "".join(SPECIAL[each - 256] if each > 255 else chr(each) for each in ids)
+
+
+def show_asked(asked):
+    """What a request that was read asks for, as JSON; without what it does not say."""
+    facts = {each.name: getattr(asked, each.name) for each in fields(Asked) if each.name not in ("id", "created")}
+    defaults = vars(Asked("m", [], {}, False))
+    reply, params = facts.pop("reply"), facts["params"]
+    facts = {name: value for name, value in facts.items() if value != defaults[name]}
+    facts["prompts"] = list(map(show, facts["prompts"]))
+    if asked.custom:
+        facts["custom"] = list(asked.custom)
+    for name in {"shown_tokens", "guide_after"} & params.keys():
+        params[name] = show(params[name])
+    for number, each in enumerate(params.get("processors", ())):
+        facts[f"processor {number}"] = vars(each) or np.flatnonzero(each(None, np.zeros(300)) == 0).tolist()
+    params.pop("processors", None)
+    if reply._thinking is not None:
+        facts["thinking"] = vars(reply._thinking)
+    if (tools := reply._tools) is not None:
+        names = "tools", "_name", "is_forced", "_one_call"
+        facts["tools"] = {name: vars(tools)[name] for name in names if name in vars(tools)}
+        facts["form"] = tools.form.name if hasattr(tools, "form") else None
+    return facts
+
+
+def translate(case):
+    """What a body asks for, of another API as OpenAI's chats and completions say it, or why it is refused."""
+    body, asked = deepcopy(case["body"]), []
+
+    def ask(given, name, engine, *_):
+        asked.append({key: value for key, value in given.items() if value is not None})
+        return SimpleNamespace()
+
+    class Store:
+        def find(self, name):
+            return {"resp_1": ({}, [], [*HELLO, {"role": "assistant", "content": "Hi"}])}[name]
+
+        def find_item(self, name):
+            reply = [{"type": "output_text", "text": "Hi"}]
+            return {"msg_1": {"id": name, "type": "message", "role": "assistant", "content": reply}}.get(name)
+
+    engine = an_engine(case.get("own_template"), **case.get("sampling", {}))
+    read = {
+        "/v1/completions": shapes.read_completion,
+        "/v1/chat/completions": shapes.read_chat,
+        "/v1/messages": messages.read_message,
+        "/v1/responses": partial(responses.read_response, store=Store()),
+        "/api/chat": ollama.read_chat,
+        "/api/generate": ollama.read_generate,
+        "/completion": llama_server.read_completion,
+        "/infill": llama_server.read_infill,
+    }[case["path"]]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (messages, responses, ollama, llama_server):
+            for name in ("ask_chat", "ask_completion"):
+                patch.setattr(module, name, ask, raising=False)
+        try:
+            result = read(body, "m", engine, case.get("template"))
+        except BitNetRefError as problem:
+            return {"refused": str(problem)}
+    return json.loads(json.dumps({"asked": asked[0], **vars(result)} if asked else show_asked(result)))
+
+
+def test_what_bodies_ask_for():
+    """A change that is meant is recorded by running this file."""
+    for case in json.loads(TRANSLATIONS.read_text()):
+        expected = case.pop("result")
+        assert translate(case) == expected, case
+
+
+WORDS = [b"", b"Once", b" upon", b" a", b" time", b"\xe2\x82", b"\xac"]
+CALLED = '<tool_call>{"name": "clock", "arguments": {"zone": "utc"}}</tool_call>'
+SQL = CALLED.replace("clock", "sql").replace('"zone": "utc"', '"input": "SELECT 1"')
+# The pieces of a reply, why it ended, and the string or token that ended it
+REPLIES = {
+    "text": (("Once", " upon", " a"), "length", None),
+    "a stop string": (("Once", ""), "stop", "END"),
+    "an end token": (("Once", ""), "stop", 2),
+    "nothing": (("",), "filtered", "no"),
+    "thinking": (("<think>H", "m.</think>", "\n\nYes", "."), "stop", 2),
+    "only thinking": (("<think>H", "m."), "length", None),
+    "calls": (("See: ", CALLED[:50], CALLED[50:], CALLED.replace("utc", "cet")), "stop", 2),
+    "a call that is cut": (("<think>Hm</think>" + CALLED[:45], CALLED[45:50]), "length", None),
+    "a custom tool": ((SQL[:60], SQL[60:] + CALLED), "stop", 2),
+    "a custom tool's call that is cut": ((SQL[:60],), "length", None),
+    "no end": (("Once", " upon"), None, None),
+}
+SEVERAL = {"n": 2, "top": 2, "params": {"n": 3, "echo": True, "prompt_logprobs": 1}, "shows_prompt_logprobs": True}
+SETTINGS = {"store": False, "parallel_tool_calls": False, "tool_choice": "required", "metadata": {"a": "b"}}
+SETTINGS |= {"tools": [CLOCK_ITEM], "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"}}
+SAMPLING = {"temperature": 0.5, "top_p": 0.9}
+FRAMES = {"stream": True, "usage_in_stream": True, "usage_in_chunks": True}
+ERROR = {"message": "out of order", "type": "server_error", "param": None}
+# Of chats and completions: the name of a reply and what is asked for beside the text
+ASKED = {
+    "a chat with usage": ("text", {"is_chat": True, **FRAMES}),
+    "the usage of a stream": ("text", {"is_chat": True, "stream": True, "usage_in_stream": True}),
+    "a chat with log probabilities": ("text", {"is_chat": True, "top": 1, "return_token_ids": True}),
+    "a stream with log probabilities": ("text", {"is_chat": True, "top": 0, "return_token_ids": True, "stream": True}),
+    "names of ids": ("text", {"is_chat": True, "top": 1, "return_tokens_as_token_ids": True}),
+    "functions": ("calls", {"is_chat": True, "has_functions": True}),
+    "a stream of functions": ("calls", {"is_chat": True, "has_functions": True, "stream": True}),
+    "thinking that is not wanted": ("thinking", {"is_chat": True, "hides_reasoning": True}),
+    "a beginning": ("text", {"is_chat": True, "prefix": "So "}),
+    "a beginning of a stream": ("text", {"is_chat": True, "prefix": "So ", "stream": True}),
+    "the best of several": ("text", SEVERAL),
+    "several": ("text", {**SEVERAL, "n": 3}),
+    "fewer texts than beams": ("text", {"n": 3, "params": {"n": 3, "num_beams": 3}}),
+    "a completion": ("a stop string", {"params": {"echo": True}, "include_stop_str_in_output": True}),
+    "an echo": ("text", {"params": {"echo": True}, "echo": True, "top": 2}),
+    "an echo in a stream": ("text", {"params": {"echo": True}, "echo": True, "top": 2, **FRAMES}),
+    "ids in log probabilities": ("text", {"top": 1, "return_tokens_as_token_ids": True, "stream": True}),
+    "only scored": ("text", {"params": {"echo": True}, "echo": True, "top": 1, "is_only_scored": True}),
+    "only scored in a stream": (
+        "text",
+        {"params": {"echo": True}, "is_only_scored": True, "return_token_ids": True, "stream": True},
+    ),
+}
+
+
+class WordDecoder:
+    """Of a tokenizer whose texts begin with a space, which is no part of them."""
+
+    text = ""
+
+    def push(self, token):
+        before, self.text = self.text, self.text + WORDS[token].decode("utf-8", "ignore")
+        return self.text.lstrip()[len(before.lstrip()) :]
+
+
+def make_writer(api, stream, reply="text", body=MappingProxyType({"input": "Hi", "instructions": "Be"}), **asked):
+    """(the writer of an API for a request, the chunks of each of its texts)"""
+    _, finish, stop = REPLIES[reply]
+    store = responses.ResponseStore(max_responses=1)
+
+    def write_response(asked, choices):
+        items = [{"role": "user", "content": "Hi"}]
+        return responses.ResponseWriter(asked, choices, body, (items, items), store)
+
+    writers = {
+        "openai": OpenAIWriter,
+        "anthropic": messages.MessageWriter,
+        "responses": write_response,
+        "ollama": ollama.ChatWriter,
+        "ollama's generate": ollama.GenerateWriter,
+        "llama-server": llama_server.CompletionWriter,
+    }
+    model = SimpleNamespace(
+        vocabulary=SimpleNamespace(name=WORDS.__getitem__),
+        tokenizer=SimpleNamespace(
+            stream_decoder=lambda shown: WordDecoder(),
+            has_id=lambda token: True,
+            encode=lambda text, add_special_tokens=True: ["<s>"] * add_special_tokens + text.split(),
+        ),
+    )
+    asked = Asked("m", [[0, 1, 2]], **{"params": {}, "is_chat": api not in ("openai", "llama-server"), **asked})
+    asked.stream, asked.fingerprint = stream, "fp"
+    if asked.is_chat:
+        tools = ToolReader({"clock": {}, "sql": {}}, False)
+        asked.reply, asked.custom = ReplyReader(KNOWN_MARKS[0], tools), frozenset(["sql"])
+    choices, chunks, results = [], [], []
+    for index in range(asked.params.get("n", 1)):
+        pieces = REPLIES[reply][0] * (1 + index % 2)
+        ids, last = [3 + number % 4 for number in range(len(pieces))], len(pieces) - 1
+        tops = [{token: (-0.75, -0.5, -1.0)[index], 1: -1.5} for token in ids]
+        ends = [(finish, stop) if number == last else (None, None) for number in range(len(pieces))]
+        steps = zip(pieces, ids, ends, tops, strict=True)
+        chunks.append([StreamChunk(piece, token, top[token], *end, top) for piece, token, end, top in steps])
+        stats = GenerationStats("numpy", 3, 1, len(ids), 0.25, 0.5, len(ids) - 1, dropped_tokens=int(stop == 2))
+        prompt = [None, {1: -0.25, 4: -0.125}, {2: -0.5}]
+        logprobs, echo = [top[token] for token, top in zip(ids, tops, strict=True)], ""
+        if "echo" in asked.params:
+            first, echo = vars(chunks[-1][0]), "Once upon"
+            chunks[-1][0] = StreamChunk(**{**first, "text": echo + first["text"]})
+        result = Generation(echo + "".join(pieces), ids, finish, logprobs, [0, 1, 2], stats, stop, tops, prompt)
+        facts = {"prompt_token_ids": [0, 1, 2], "echo": "Once upon", "prompt_logprobs": prompt, "stats": stats}
+        results.append(result)
+        handle = SimpleNamespace(**facts, result=partial(pick_results, results, result, asked))
+        choices.append(Choice(asked, index, handle, model, index))
+    return writers[api](asked, choices), chunks
+
+
+def pick_results(results, own, asked):
+    """What a handle gives: of beams all texts, and here one fewer than was asked for."""
+    return results[:-1] if "num_beams" in asked.params else own
+
+
+def write_reply(api, stream, code="", **asked):
+    """What an API writes, as JSON: an object, or the events of a stream. Ids are numbers, and time stands still.
+
+    code: of an error that ends a stream."""
+    numbers = count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex=str(next(numbers))))
+        patch.setattr("time.time", lambda: 5.0)
+        patch.setattr(ollama, "now", lambda: "now")
+        writer, chunks = make_writer(api, stream, **asked)
+        if not stream:
+            return json.loads(write_json(writer.whole([choice.result() for choice in writer.choices])))
+        text = writer.opening()
+        for choice, of_choice in zip(writer.choices, chunks, strict=True):
+            parts = [writer.part(choice, chunk) for chunk in of_choice]
+            text += "".join(writer.text(part) for part in parts if part is not None)
+        text += writer.failure(500, {"error": {**ERROR, "code": code}}) if code != "" else writer.closing()
+    if api.startswith("ollama"):
+        return lines(text)
+    pieces = [piece.split("data: ") for piece in text.removesuffix("\n\n").split("\n\n")]
+    return [[name.strip(), data if data == "[DONE]" else json.loads(data)] for name, data in pieces]
+
+
+def all_replies():
+    """{api, reply and "stream" or "whole": what is written}"""
+    asked = {f"openai, {name}": ("openai", {"reply": reply, **more}) for name, (reply, more) in ASKED.items()}
+    for api in ("openai", "anthropic", "responses", "ollama", "ollama's generate", "llama-server"):
+        of_text = [name for name in REPLIES if "tool" not in name and "call" not in name and "thinking" not in name]
+        for reply in of_text if api in ("ollama's generate", "llama-server") else REPLIES:
+            more = {"is_chat": True} if api == "openai" else {"top": 1} if api == "llama-server" else {}
+            asked[f"{api}, {reply}"] = (api, {"reply": reply, **more})
+        asked[f"{api}, a failure"] = (api, {"reply": "no end", "code": "out"})
+        asked[f"{api}, a failure without a code"] = (api, {"reply": "no end", "code": None})
+    asked["llama-server, only scored"] = ("llama-server", {"reply": "text", "is_only_scored": True})
+    asked["responses, settings"] = ("responses", {"reply": "text", "body": SETTINGS, "params": SAMPLING})
+    replies = {}
+    for name, (api, options) in asked.items():
+        given = options.pop("stream", None)
+        for stream in (True, False) if given is None else (given,):
+            if not ((stream and "n" in options.get("params", {})) or (not stream and options["reply"] == "no end")):
+                replies[f"{name}, {'stream' if stream else 'whole'}"] = write_reply(api, stream, **options)
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted", "left", "sampling"),
+    [
+        (780, 21, 20, {}),
+        (780, 20, 20, {}),
+        (780, None, None, {}),
+        (780, None, 20, {"max_tokens": 30}),
+        (798, 9, 2, {}),
+        (799, 9, 1, {}),
+        (800, 9, 9, {}),  # the engine refuses it
+        (780, 21, 21, {"overflow": "sliding"}),
+        (900, 500, 200, {"overflow": "truncate"}),
+    ],
+)
+def test_replies_are_cut_to_what_fits(tokens, wanted, left, sampling):
+    for prompt in ([7] * tokens, "x" * (tokens - 1)):  # a token begins each text
+        asked = Asked("m", [prompt], {} if wanted is None else {"max_tokens": wanted}, False)
+        assert cut_tokens(asked, an_engine(**sampling), OpenAIWriter).params.get("max_tokens") == left
+    with pytest.raises(RequestError, match="prompt: expected one"):
+        cut_tokens(Asked("m", ["a", "b"], {}, False), an_engine(), OpenAIWriter)
+
+
+def test_what_a_request_submits():
+    def submit(prompts, priority=0, **params):
+        calls = []
+
+        def note(name, prompt, echo, **options):
+            calls.append((name, prompt, options))
+            return [SimpleNamespace(prompt_token_ids=[7])] * options["n"]
+
+        engine = SimpleNamespace(
+            config=SimpleNamespace(max_queue=4, params=lambda given: SamplingParams()),
+            model=SimpleNamespace(vocabulary=None, tokenizer=SimpleNamespace(stream_decoder=lambda shown: None)),
+            submit=lambda prompt, **options: note("submit", prompt, **options)[0],
+            streams=partial(note, "streams"),
+        )
+        choices = Asked("m", prompts, params, False, priority=priority).submit(engine, 9.0)
+        return [(choice.index, choice._rank) for choice in choices], calls
+
+    rest = {"priority": 0, "timeout_s": 9.0}
+    assert submit(["a"]) == ([(0, 0)], [("streams", "a", {**rest, "n": 1})])
+    two, options = [(0, 0), (1, 1), (2, 0), (3, 1)], {**rest, "priority": 2, "n": 2}
+    assert submit(["a", "b"], 2, n=2) == (two, [("streams", "a", options), ("streams", "b", options)])
+    options = {**rest, "n": 2, "num_beams": 2}
+    assert submit(["a"], n=2, num_beams=2) == (two[:2], [("submit", "a", options)])
+    options = {**rest, "n": 1, "num_beams": 1}
+    assert submit(["a"], n=1, num_beams=1) == (two[:1], [("streams", "a", options)])
+    with pytest.raises(RequestError, match="prompt: 5 texts are more than this server's queue holds"):
+        submit(["a"], n=5)
+
+
+def test_what_each_api_writes():
+    """A change that is meant is recorded by running this file."""
+    recorded, written = json.loads(ANSWERS.read_text()), all_replies()
+    assert written.keys() == recorded.keys()
+    for name, reply in written.items():
+        assert reply == recorded[name], name
+
+
+if __name__ == "__main__":
+    replies = [f"{json.dumps(name)}: {json.dumps(each, ensure_ascii=False)}" for name, each in all_replies().items()]
+    ANSWERS.write_text("{\n" + ",\n".join(replies) + "\n}\n")
+    cases = [{**case, "result": translate(case)} for case in json.loads(TRANSLATIONS.read_text())]
+    TRANSLATIONS.write_text("[\n" + ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases) + "\n]\n")

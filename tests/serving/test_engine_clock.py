@@ -403,6 +403,38 @@ def test_steps_in_a_row_share_their_time(drive):
     assert (now["engine_steps"], now["generation_tokens"]) == (3, 5)
 
 
+def test_a_latch_waits_as_long_as_it_is_told():
+    latch, asked = tickets.Latch(), []
+    lock = {"acquire": lambda timeout: asked.append(timeout), "release": lambda: asked.append("released")}
+    latch._closed = SimpleNamespace(**lock)
+    assert [latch.wait(timeout_s) for timeout_s in (None, 2.5, 0, -3.0)] == [False] * 4
+    assert asked == [-1, 2.5, 0.0, 0.0]
+    for _ in range(2):
+        latch.set()
+    assert latch.wait(1.0)
+    assert asked[4:] == ["released"]
+
+
+def test_the_last_steps_and_stories_are_kept(drive, monkeypatch):
+    monkeypatch.setattr(worker, "ENDED_STORIES", 2)
+    driven = drive(timeline_steps=3)
+    for _ in range(4):
+        handle = driven.engine.submit("Alice", max_tokens=1)
+        driven.step()
+        assert handle.done
+    assert [record.number for record in driven.engine.timeline] == [2, 3, 4]
+    assert [story.request_id for story in driven.engine.stories] == [2, 3]
+    assert driven.engine.metrics.labels == {"model_name": driven.engine.model.path.name}
+
+
+@pytest.mark.parametrize(
+    ("fallback", "left"),
+    [((), []), (("numpy",), ["numpy"]), ((BACKEND, "numpy"), ["numpy"]), (("cupy", BACKEND, "numpy"), ["numpy"])],
+)
+def test_backends_before_the_one_in_use_were_tried(drive, fallback, left):
+    assert drive(fallback=fallback).worker._fallback == left
+
+
 def test_another_process_is_told_by_every_use(drive, monkeypatch):
     """An engine's thread does not exist in a child process."""
     driven = drive()

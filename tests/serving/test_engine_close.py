@@ -32,7 +32,7 @@ def test_the_cache_takes_what_it_is_given():
         assert engine.cache.pages == 64  # two whole contexts of 256
     with pytest.raises(ConfigError, match="memory_limit"):
         story.engine(memory_limit=1000)
-    with pytest.raises(ConfigError, match="memory_limit leaves"):
+    with pytest.raises(ConfigError, match="memory_limit leaves 0 for the cache"):
         story.engine(memory_limit=1000, cache_tokens=100)
     with pytest.raises(ConfigError, match="cache_bytes"):
         story.engine(cache_bytes=10)

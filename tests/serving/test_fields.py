@@ -13,6 +13,7 @@ from server_runs import RunningServer, events, until
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http import fingerprint as fingerprint_module
+from bitnet_ref.serving.http import schemas
 from bitnet_ref.serving.http.chat_prompt import chat_ids, chat_text
 from bitnet_ref.serving.http.fields import OFF, REFUSED, WITHOUT_EFFECT
 from bitnet_ref.serving.http.schemas import BODIES, RequestError, check
@@ -127,6 +128,18 @@ def test_unknown_fields_with_a_warning(server, caplog):
     assert "'tempature', 'zzz'" in warnings[0]
     lines = [each.facts for each in caplog.records if hasattr(each, "facts")]
     assert [each["ignored_fields"] for each in lines] == [["tempature", "zzz"]] * 2 + [["zzz"]]
+
+
+def test_each_unknown_field_is_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(schemas, "MAX_WARNED", 22)
+    unknown, many = schemas.UnknownFields(), {f"x{number}": 1 for number in range(21)}
+    for path, warned in ((CHAT, 20), (CHAT, 0), (COMPLETION, 20), (EMBEDDINGS, 0)):  # then more are not counted
+        caplog.clear()
+        body = {"model": "m", **many}
+        assert unknown.drop(body, path) == list(many)[:20]
+        assert body == {"model": "m"}
+        assert [each.getMessage().count("'x") for each in caplog.records] == ([warned] if warned else [])
+    assert unknown.drop({"y" * 101: 1}, CHAT) == ["y" * 100]
 
 
 # -- parts of messages -------------------------------------------------------------------------------------------------

@@ -125,6 +125,16 @@ def test_too_few_pages_change_nothing():
     check_pool(pool, [one, two])
 
 
+def test_without_pages_for_all_copies_nothing_changes():
+    pool = PagePool(3, SIZE)
+    tokens = ids(*range(6))
+    lease = pool.open(tokens)
+    fill(lease, tokens)
+    child = lease.fork()
+    assert child.reserve(3, 6) is None  # two copies, and there is one page
+    assert child.pages == lease.pages
+
+
 def test_pages_of_an_adapter_are_for_its_own_sequences():
     pool, tokens = PagePool(8, SIZE), ids(*range(9))
     leases = {name: pool.open(ids(1), adapter=name) for name in ("a", "")}
@@ -133,10 +143,12 @@ def test_pages_of_an_adapter_are_for_its_own_sequences():
         fill(lease, tokens[:5])
     for name, lease in leases.items():
         assert pool.open(tokens, adapter=name).pages == lease.pages[:1]
+    assert len({lease.pages[0] for lease in leases.values()}) == 3
 
 
-def test_without_sharing_nothing_is_found():
-    pool = PagePool(8, SIZE, share=False)
+@pytest.mark.parametrize("kind", [{"share": False}, {"complete": False}], ids=str)
+def test_without_sharing_nothing_is_found(kind):
+    pool = PagePool(8, SIZE, **kind)
     tokens = ids(*range(9))
     fill(pool.open(tokens), tokens)
     assert pool.open(tokens).pages == []

@@ -25,6 +25,8 @@ TEXTS = [
     (INSIDE, "\n<think>\none</think> It is. ", "one", "It is. "),
     (INSIDE, "</think>It is.", "", "It is."),
     (INSIDE, "one", "one", ""),
+    (INSIDE, "</think>It <", "", "It <"),
+    (THINK, "<think>one</think>It </", "one", "It </"),
     (None, "<think>one</think>It is.", "", "<think>one</think>It is."),
     (ThinkingMarks("[THINK]", "[/THINK]"), "[THINK]one[/THINK]two", "one", "two"),
 ]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 from server_runs import RunningServer, until
@@ -9,7 +10,7 @@ from server_runs import RunningServer, until
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http import server as server_module
 from bitnet_ref.serving.http.admission import ServerLimits
-from bitnet_ref.serving.http.request_log import JsonLines
+from bitnet_ref.serving.http.request_log import JsonLines, RequestRecord, write_line
 
 KEY = {"authorization": "Bearer k"}
 PROMPT = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 4}
@@ -131,3 +132,42 @@ def test_other_records_as_json():
     assert "\n" not in line
     assert json.loads(line)["message"] == "failed: z\n"
     assert json.loads(line)["exception"] == "ValueError: x\ny"
+
+
+def test_the_facts_of_several_texts():
+    """Two texts of each of two prompts. The last has not started, and the one before it has no token yet."""
+
+    def choice(number, start_s, first_s, prompt_tokens):
+        facts = {"request_id": number, "arrival_s": 10.5 - number / 8, "start_s": start_s, "first_token_s": first_s}
+        story = SimpleNamespace(**facts, prompt_tokens=prompt_tokens, cached_tokens=number, generated_tokens=3 + number)
+        return SimpleNamespace(handle=SimpleNamespace(story=story), asked=SimpleNamespace(params={"n": 2}))
+
+    texts = [
+        choice(0, 11.00004, 12.0, 5),
+        choice(1, 11.5, 11.75006, 5),
+        choice(2, 12.0, None, 7),
+        choice(3, None, None, 7),
+    ]
+    counts = {"prompt_tokens": 5 + 7, "cached_tokens": 0 + 2, "completion_tokens": 3 + 4 + 5 + 6}
+    times = {"queue_s": 0.875, "first_token_s": 1.6251}  # since the first of them arrived, at 10.125
+    assert RequestRecord("x", choices=texts).facts() == counts | times
+    assert RequestRecord("x", choices=texts[3:]).facts()["queue_s"] is None
+    assert (RequestRecord("x").facts(), RequestRecord("x", prompt_tokens=0).facts()) == ({}, {"prompt_tokens": 0})
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "level"),
+    [
+        ("/health", 200, "DEBUG"),
+        ("/health", 503, "INFO"),
+        ("/engine", 200, "DEBUG"),
+        ("/v1/models", 200, "INFO"),
+        ("/" + "x" * 300, None, "INFO"),
+    ],
+)
+def test_a_whole_line(path, status, level, caplog):
+    caplog.set_level(logging.DEBUG, "bitnet_ref.requests")
+    write_line({"method": "GET", "path": path}, RequestRecord("i", status, ignored_fields=["a", "b"]), 1.23456)
+    (record,) = caplog.records
+    line = f'id=i method=GET path={path[:200]} status={status or 499} client="" total_s=1.2346 ignored_fields=a,b'
+    assert (record.levelname, record.getMessage()) == (level, line)

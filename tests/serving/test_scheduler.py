@@ -132,8 +132,8 @@ class Cache:
                         self.scheduler.remove(row)
 
 
-def engine(pages=16, max_batch=4, max_batch_tokens=12, **more):
-    scheduler = Scheduler(PagePool(pages, SIZE), max_batch, max_batch_tokens, **more)
+def engine(pages=16, max_batch=4, max_batch_tokens=12, priority_wait_s=10.0):
+    scheduler = Scheduler(PagePool(pages, SIZE), max_batch, max_batch_tokens, priority_wait_s)
     return scheduler, Cache(scheduler, pages)
 
 
@@ -167,6 +167,13 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     assert [(p.row, p.tokens, p.ends) for p in plan.pieces] == [(long, 13, False), (short, 3, True)]
 
 
+def test_half_of_a_step_is_shared_evenly():
+    scheduler, cache = engine(pages=80, max_batch_tokens=60)
+    for number in range(3):
+        scheduler.add(job(number, range(number, 60 + number)))
+    assert [piece.tokens for piece in cache.step().pieces] == [30 + 10, 10, 10]
+
+
 def test_arrival_decides_and_priority_is_worth_some_seconds():
     scheduler, _ = engine(priority_wait_s=10)
     jobs = [job(0, 2, arrival_s=0), job(1, 2, arrival_s=5, priority=1), job(2, 2, arrival_s=11, priority=1)]
@@ -185,6 +192,21 @@ def test_more_important_work_takes_a_slot_and_the_other_keeps_its_pages():
     assert usual.lease is not None
     cache.step()
     assert [(p.row, p.tokens) for p in cache.step().pieces] == [(usual, 1)]
+
+
+def test_the_last_of_the_less_important_is_paused():
+    for arrival_s in (1.0, 0.0):  # of one moment, the request that was numbered last
+        scheduler, cache = engine(max_batch=2)
+        first, last, urgent = (
+            job(0, 3, new=4, arrival_s=0.0),
+            job(1, 3, new=4, arrival_s=arrival_s),
+            job(2, 3, priority=1),
+        )
+        for each in (first, last):
+            scheduler.add(each)
+        cache.step()
+        scheduler.add(urgent)
+        assert [piece.row for piece in cache.step().pieces] == [urgent, first]
 
 
 def test_equal_beginnings_are_computed_once():
@@ -249,6 +271,18 @@ def test_the_last_job_waits_for_a_page():
     assert scheduler.stops == 0
 
 
+def test_a_piece_is_as_long_as_its_pages_allow():
+    """The first job, which is decoding, needs a page in the same step."""
+    scheduler, cache = engine(pages=9, max_batch=2, max_batch_tokens=5)
+    first, last = job(0, range(13), new=7), job(1, range(20, 37), new=6)
+    scheduler.add(first)
+    cache.step()
+    cache.step()
+    scheduler.add(last)
+    tokens = [[piece.tokens for piece in cache.step().pieces] for _ in range(7)]
+    assert tokens == [[3, 2], [1, 4], [1, 4], [1, 4], [1, 2], [1], [1]]
+
+
 def test_drafts_take_only_what_nobody_else_needs():
     scheduler, cache = engine(pages=20, max_batch=2, max_batch_tokens=20)
     scheduler.add(quick := job(0, [0, 1], new=40, guesses=(6, 6)))
@@ -309,6 +343,13 @@ def test_greedy_jobs_take_steps_in_a_row_within_pages_and_room():
     assert steps(1) == [1]
     scheduler.remove(waiting)
     assert steps(1) == [4]
+
+
+def test_a_step_with_drafts_is_one():
+    _, cache = engine(pages=20)
+    cache.scheduler.add(job(0, [0, 1, 0], new=20, guesses=(6, 6), greedy=True))
+    plans = [cache.step() for _ in range(2)]
+    assert [(plan.steps, len(plan.pieces[0].draft)) for plan in plans] == [(1, 0), (1, 6)]
 
 
 def test_steps_in_a_row_take_the_last_page():

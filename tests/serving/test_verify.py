@@ -11,7 +11,7 @@ import pytest
 from cli_runs import BACKEND, FAST, invoke, invoke_json
 from helpers import chat_folder, first_where, model
 from server_runs import RunningServer, ServerLimits
-from test_apis import CLOCK, CLOCK_ITEM, HELLO, TEMPLATE, ZONE
+from test_apis import ANSWERS, CLOCK, CLOCK_ITEM, HELLO, TEMPLATE, ZONE
 
 import bitnet_ref
 from bitnet_ref.formats.open import ASSETS
@@ -19,6 +19,7 @@ from bitnet_ref.serving import EngineConfig, start_engines
 from bitnet_ref.serving.http import fingerprint as fingerprint_module
 from bitnet_ref.serving.http.batch import BatchServer
 from bitnet_ref.serving.http.fingerprint import differing_parts, fingerprint_of
+from bitnet_ref.serving.http.first_token import read_replies
 from bitnet_ref.serving.http.verify import CannotCheck, Recomputation, check_line, compare
 
 STORY = ASSETS / "storyteller"
@@ -332,6 +333,37 @@ def test_a_response_whose_conversation_is_not_there(answers, alone):
     request, answer = answers["response"]
     with pytest.raises(CannotCheck, match="there is no stored response 'resp_1'"):
         check(alone, {**request, "previous_response_id": "resp_1"}, answer)
+
+
+@pytest.mark.parametrize("reply", ["thinking", "only thinking", "calls", "a custom tool", "nothing"])
+def test_an_answer_has_the_same_texts_in_each_api(reply):
+    recorded = json.loads(ANSWERS.read_text())
+    openai, anthropic, responses = (
+        read_replies(recorded[f"{api}, {reply}, whole"])[0] for api in ("openai", "anthropic", "responses")
+    )
+    assert responses == openai
+    assert anthropic == [json.loads(part) if str(part).startswith('{"') else part for part in openai]
+
+
+@pytest.mark.parametrize(
+    ("answer", "replies"),
+    [
+        ({"choices": 5}, []),
+        ({"choices": [5, {"text": "a"}, {"text": 5}]}, [None, ["", "a"], None]),
+        ({"choices": [{"message": 5, "text": "a"}, {"message": {"content": None}}]}, [["", "a"], ["", ""]]),
+        ({"choices": [{"message": {"tool_calls": [5]}}, {"message": {"tool_calls": [{}]}}]}, [None, None]),
+        ({"choices": [{"message": {"tool_calls": 5, "content": "a"}}]}, [["", "a"]]),
+        ({"choices": [{"message": {"function_call": {"name": "f", "arguments": "{"}}}]}, [["", "", "f", "{"]]),
+        ({"content": [5]}, [None]),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, [["", "ab"]]),
+        ({"content": [{"type": "tool_use", "name": "f", "partial_json": "{", "input": {}}]}, [["", "", "f", "{"]]),
+        ({"output": "a"}, [["", ""]]),
+        ({"output": [{"type": "message", "content": [5, {"text": "a"}]}]}, [["", "a"]]),
+        ({}, [["", ""]]),
+    ],
+)
+def test_the_texts_of_any_answer(answer, replies):
+    assert read_replies(answer) == replies
 
 
 @pytest.mark.thorough

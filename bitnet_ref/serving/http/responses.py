@@ -218,7 +218,6 @@ class ResponseWriter(BlockWriter):
         self.id, self._numbers, self._ids = new_id("resp"), 0, list[str]()
         self._body, self._conversation, self._custom, self._store = body, conversation, asked.custom, store
         self._created = int(time.time())
-        self.asked.id = self.id
         if asked.stream:
             store.running[self.id] = self.choice
             self._opening = "".join(
