@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bitnet_ref.errors import FormatError
 from bitnet_ref.formats.gguf.blocks import MXFP4, SMALL_Q1_0, TYPES, WIDE_Q2_0, GgmlType
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
-from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.gguf.file import GgufFile, Typed, open_gguf
 
 OF_OTHERS = (  # types of bitnet.cpp, ik_llama.cpp, Prism's and Tencent's llama.cpp, which the package may not know
     *((36, "I2_S", 4, 1, 32), (37, "I8_S", 1, 0), (38, "TL1", 1, 0), (39, "TL2/MXFP4", 1, 0)),
@@ -362,6 +362,48 @@ def test_bad_files(case, tmp_path):
     assert field is None or caught.value.field == field, caught.value
     assert caught.value.offset is not None
     assert 0 <= caught.value.offset <= max(len(content), 1)
+
+
+def whole_numbers(**values):
+    return [(f"split.{key.replace('_', '.')}", u32(4) + u32(value)) for key, value in values.items()]
+
+
+SECOND = whole_numbers(no=1, count=2)
+PARTS = {  # metadata of the first of two parts and of the second: what is wrong, "" for nothing
+    "all": (whole_numbers(no=0, count=2, tensors_count=2), SECOND, ""),
+    "the first without a number": (whole_numbers(count=2), SECOND, ""),
+    "the second without a number": (whole_numbers(no=0, count=2), whole_numbers(count=2), "expected part 2 of 2"),
+    "the second without a count": (whole_numbers(no=0, count=2), whole_numbers(no=1), "expected part 2 of 2"),
+    "one tensor more": (whole_numbers(count=2, tensors_count=3), SECOND, "says 3; all parts have 2"),
+    "a bool": ([("split.count", u32(7) + b"\1")], SECOND, "expected a whole number, got True"),
+    "a real number": ([("split.count", u32(6) + bytes(4))], SECOND, "expected a whole number, got 0.0"),
+    "below zero": ([("split.no", u32(5) + b"\xff" * 4)], SECOND, "expected a whole number, got -1"),
+    "the largest number": (whole_numbers(no=2**31 - 1, count=2), SECOND, "is part 2147483648 of 2 of a model"),
+    "beyond it": (whole_numbers(no=2**31, count=2), SECOND, "expected a whole number, got 2147483648"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_two_parts(case, tmp_path):
+    *values, message = PARTS[case]
+    for number, (name, pairs) in enumerate(zip("ab", values, strict=True), 1):
+        write(tmp_path / f"x-{number:05}-of-00002.gguf", raw_gguf(pairs, [info(name)], F8))
+    if message:
+        with pytest.raises(FormatError, match=message):
+            open_gguf(tmp_path / "x-00001-of-00002.gguf")
+    else:
+        with open_gguf(tmp_path / "x-00002-of-00002.gguf") as file:
+            assert list(file.tensors) == ["a", "b"]
+
+
+def test_all_parts_are_read_ahead(tmp_path, monkeypatch):
+    for number, pairs in enumerate((whole_numbers(count=2), SECOND), 1):
+        write(tmp_path / f"x-{number:05}-of-00002.gguf", raw_gguf(pairs, [info(str(number))], F8))
+    asked = []
+    monkeypatch.setattr(GgufFile, "read_ahead", lambda file, spans: asked.append((file.path.name, spans)))
+    with open_gguf(tmp_path / "x-00001-of-00002.gguf") as file:
+        file.read_all_ahead()
+        assert asked == [(each.path.name, [(0, each.size)]) for each in (file, *file.further)]
 
 
 def test_the_last_tensor_of_an_old_type_may_have_bytes_behind_it(tmp_path):
