@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bitnet_ref.errors import FormatError
 from bitnet_ref.formats.gguf.blocks import MXFP4, SMALL_Q1_0, TYPES, WIDE_Q2_0, GgmlType
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
+from bitnet_ref.formats.gguf.file import SCALARS as VALUE_TYPES
 from bitnet_ref.formats.gguf.file import GgufFile, Typed, open_gguf
 
 OF_OTHERS = (  # types of bitnet.cpp, ik_llama.cpp, Prism's and Tencent's llama.cpp, which the package may not know
@@ -126,6 +127,13 @@ def test_the_types_are_those_of_other_programs():
     assert [(each.id, each.block_values, each.block_bytes) for each in (WIDE_Q2_0, SMALL_Q1_0, MXFP4)] == [
         *((42, 128, 34), (40, 32, 6), (39, 32, 17))
     ]
+
+
+def test_the_value_types_are_those_of_the_package():
+    names = {kind.value: kind.name.lower() for kind in gguf.GGUFValueType if kind.name != "ARRAY"}
+    assert {code: name for code, (name, _) in VALUE_TYPES.items()} | {8: "string"} == names
+    for name, layout in VALUE_TYPES.values():
+        assert np.dtype(layout) == np.dtype(name)
 
 
 def test_a_file_of_the_package(tmp_path):
@@ -247,6 +255,15 @@ def test_a_large_vocabulary_is_read_fast(tmp_path):
     assert taken < 3.0  # 0.2 s on an idle core; a quadratic parse would take minutes
 
 
+def test_strings_across_the_part_that_is_read_first(tmp_path):
+    """Of 65,536 bytes: the second string's length, its text or the end of the file lies there."""
+    for size in range(65_466, 65_484):
+        words = ["x" * size, "", "y" * (size % 3)]
+        content = raw_gguf([("a", array(8, 3, b"".join(map(text, words))))])
+        with GgufFile(write(tmp_path / "x.gguf", content)) as file:
+            assert file.metadata["a"] == words
+
+
 def test_writing_refuses_what_the_file_could_not_hold(tmp_path):
     path = tmp_path / "x.gguf"
     for typed in (Typed("uint8", 256), Typed("string", 3), Typed("[int8]", ["x"]), Typed("tuple", 1)):
@@ -351,6 +368,12 @@ BAD = {
 }
 
 
+CUT_OFF = {
+    *("empty", "three bytes", "more tensors than the file has bytes", "a string past the end", "alignment 2^31"),
+    *("an offset past the end", "a size past the end", "no data", "one byte short"),
+}
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_files(case, tmp_path):
     content, message, field = BAD[case]
@@ -358,6 +381,7 @@ def test_bad_files(case, tmp_path):
     with pytest.raises(FormatError) as caught:
         GgufFile(path)
     assert message in caught.value.message, caught.value
+    assert caught.value.message.startswith("the file is cut off") == (case in CUT_OFF)
     assert caught.value.path == str(path)
     assert field is None or caught.value.field == field, caught.value
     assert caught.value.offset is not None
