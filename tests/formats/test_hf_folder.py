@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -27,11 +28,12 @@ from helpers import (
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats import hashes
-from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
+from bitnet_ref.formats.checkpoint import LoadOptions, check_room, parts, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.formats.hf.config import read_hf_config
+from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint, read_folder_config
 from bitnet_ref.formats.hf.wrappers import hf_form
+from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.config import QuantizationConfig
@@ -593,13 +595,41 @@ def test_ids_that_the_configuration_alone_has_go_along_with_the_tokenizer(config
         assert checkpoint.tokenizer_files() == {}
 
 
+def test_a_bit_at_least_for_each_weight():
+    config = parse_hf_config(TINY, Path("config.json"))
+    largest = max(n * k for n, k in config.linear_shapes(0).values())
+    assert largest % 8 == 0
+    check_room(config, largest // 8, Path("x"))
+    with pytest.raises(
+        FormatError, match=rf"^x, blocks\.0\.mlp\.\w+: .* and all tensors have {largest // 8 - 1} bytes"
+    ):
+        check_room(config, largest // 8 - 1, Path("x"))
+
+
+def test_what_is_prepared_for_a_backend(tmp_path):
+    """Each linear for its layer, the head for none; of a packed embedding what keeps its kind."""
+    with HfCheckpoint(write_checkpoint(tmp_path, TINY)) as checkpoint:
+        weights = read_weights(checkpoint, prepare_for=lambda layer: lambda w: w.called(f"{w.name} for {layer}"))
+    names = [weights.embedding.name, *(layer.q_proj.name for layer in weights.layers), weights.lm_head.name]
+    assert names == ["embedding", *(f"blocks.{i}.attn.q_proj for {i}" for i in range(2)), "lm_head for None"]
+    with open_checkpoint(DATA / "containers" / "gguf-q1_0" / "model.gguf") as checkpoint:
+        checkpoint.config = replace(checkpoint.config, tie_word_embeddings=True)
+        checkpoint.check_tied_head = checkpoint.finish = lambda *_: None
+        for kind in ("groups", "other"):
+            made = SimpleNamespace(kind=kind)
+            head = read_weights(
+                checkpoint, prepare_for=lambda layer, made=made: None if layer is not None else lambda _: made
+            ).lm_head
+            assert (head is made) == (kind == "groups")
+
+
 def test_layers_are_read_ahead_in_the_order_of_their_numbers(tmp_path, monkeypatch):
     config = {**TINY, "num_hidden_layers": 11}
     folder = write_checkpoint(tmp_path, config, tiny_tensors(config))
     spans = []
     monkeypatch.setattr(SafetensorsFile, "read_ahead", lambda self, given: spans.extend(given))
     with HfCheckpoint(folder) as checkpoint:
-        checkpoint.read_ahead()
+        read_weights(checkpoint)
         file = checkpoint.tensors
         places = {(file.info(name).offset, file.info(name).nbytes): name for name in file.names}
     layers = [int(places[span].split(".")[2]) for span in spans if ".layers." in places[span]]
