@@ -264,6 +264,14 @@ def test_strings_across_the_part_that_is_read_first(tmp_path):
             assert file.metadata["a"] == words
 
 
+def test_the_disk_is_asked_for_the_whole_file(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("bitnet_ref.formats.gguf.export.check_space", lambda path, nbytes: asked.append(nbytes))
+    odd = [TensorToWrite(name, (7,), "I8", lambda: np.zeros(7, np.uint8)) for name in ("a", "bc")]
+    write_gguf(tmp_path / "x.gguf", {"k": Typed("string", "v")}, odd)
+    assert asked == [(tmp_path / "x.gguf").stat().st_size]
+
+
 def test_writing_refuses_what_the_file_could_not_hold(tmp_path):
     path = tmp_path / "x.gguf"
     for typed in (Typed("uint8", 256), Typed("string", 3), Typed("[int8]", ["x"]), Typed("tuple", 1)):

@@ -174,13 +174,15 @@ def test_old_and_new_spelling_of_rope(old, new):
 @pytest.mark.parametrize("theta", [None, 7000.0])
 def test_of_both_spellings_of_rope_the_old_one_wins(theta):
     """As in transformers, which does not read the other's theta either."""
-    with pytest.warns(ConfigWarning, match=r"rope_scaling: counts, as in transformers, with rope_theta (10000|7000);"):
+    words = r"rope_scaling: counts, as in transformers, with rope_theta (10000|7000);"
+    with pytest.warns(ConfigWarning, match=words) as caught:
         cfg = parse(
             {**TINY, "rope_theta": theta},
             rope_scaling={"type": "linear", "factor": 4.0},
             rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         )
     assert (cfg.rope.rope_type, cfg.rope.factor, cfg.rope.theta) == ("linear", 4.0, theta or 10000.0)
+    assert caught[0].filename == __file__
 
 
 def test_original_length_defaults_to_the_whole_context():
