@@ -86,6 +86,7 @@ def test_absent_keys_take_the_defaults_of_the_class():
     assert (llama.num_key_value_heads, llama.norm_eps, llama.max_position_embeddings) == (4, 1e-6, 2048)
     assert (llama.rope.theta, llama.activation, llama.sub_norms) == (10000.0, "silu", False)
     assert (llama.bos_token_id, llama.eos_token_ids) == (1, (2,))
+    assert (llama.attention_bias, llama.mlp_bias) == (False, False)
     mistral = parse(without(TINY, "max_position_embeddings"), model_type="mistral")
     assert (mistral.sliding_window, mistral.max_position_embeddings) == (4096, 131072)
 
@@ -188,6 +189,7 @@ def test_of_both_spellings_of_rope_the_old_one_wins(theta):
 def test_original_length_defaults_to_the_whole_context():
     rope = parse(TINY, rope_parameters={"rope_type": "yarn", "factor": 2.0}).rope
     assert rope.original_max_position_embeddings == 64
+    assert parse(TINY, rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 1}).rope.factor == 64
     assert rope.attention_factor == pytest.approx(1.0693147180559945)  # 0.1 ln 2 + 1
 
 
@@ -340,6 +342,7 @@ def test_hostile_sizes(key, value):
         ({"eos_token_id": [[2]]}, "eos_token_id"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"rope_theta": -1.0}, "rope.theta"),
@@ -362,6 +365,7 @@ def test_hostile_sizes(key, value):
         ({"rope_parameters": {"rope_type": "yarn", "factor": []}}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 0}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": -1}}, "rope_parameters.mscale"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1e9}}, "rope_parameters.mscale"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}}, "rope.truncate"),
         (
             {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 10**400}},

@@ -14,7 +14,15 @@ from safetensors.numpy import save_file
 
 from bitnet_ref.errors import FormatError, ShapeError
 from bitnet_ref.formats import binary_file
-from bitnet_ref.formats.safetensors import DTYPES, MAX_TENSORS, SafetensorsFile, SafetensorsWriter, dtype_name
+from bitnet_ref.formats.safetensors import (
+    DTYPES,
+    MAX_TENSORS,
+    SafetensorsFile,
+    SafetensorsWriter,
+    content_hash,
+    dtype_name,
+    write_arrays,
+)
 from bitnet_ref.system.json_file import MAX_VALUES
 
 
@@ -368,6 +376,7 @@ def test_the_first_value_that_is_not_finite(dtype):
         finite = np.isfinite(values.astype(np.float64))
     assert binary_file.find_not_finite(values[finite]) is None
     assert binary_file.find_not_finite(values[:0]) is None
+    assert "at index [0]" in binary_file.find_not_finite(values[~finite])
     good = values[finite][:50]
     for value in values[~finite][:: 97 if width > 16 else 11]:
         message = binary_file.find_not_finite(np.concatenate([good, [value], good[:3]]).astype(dtype))
@@ -428,6 +437,21 @@ def test_the_streaming_writer_insists_on_its_layout(tmp_path):
     with SafetensorsFile(tmp_path / "x") as file:
         assert file.metadata == {"format": "np"}
         np.testing.assert_array_equal(file.read("b"), [0, 1, 2])
+
+
+def test_where_the_data_begin(tmp_path):
+    for alignment in (8, 64, 4096):
+        write_arrays(tmp_path / "x", {"a": np.arange(3, dtype=np.uint8)}, {}, alignment=alignment)
+        with SafetensorsFile(tmp_path / "x") as file:
+            assert (file.tensors["a"].offset % alignment, file.read("a").tolist()) == (0, [0, 1, 2])
+
+
+def test_the_hash_of_a_content():
+    """It is stored in native files: a change of it would make them unreadable."""
+    tensors = {"t": ("F32", (2, 3), "00"), "s": ("U8", (), "ff")}
+    digest = content_hash({"b": "2", "a": "ä", "content_hash": "x"}, tensors)
+    assert digest == "sha256:00b1024c5aa23d12b9cba52f372c27b081dff9e06331dcd5598fc64bdf402e52"
+    assert digest == content_hash({"a": "ä", "b": "2"}, dict(reversed(tensors.items())))
 
 
 def test_the_disk_is_asked_for_the_whole_file(tmp_path, monkeypatch):
