@@ -717,3 +717,15 @@ def test_the_hash_of_a_file_counts_its_bytes(tmp_path, monkeypatch):
     seen = []
     assert hashes.file_hash(tmp_path / "x", seen.append) == hashlib.sha256(b"0123456789").hexdigest()
     assert seen == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("llama-unpacked-offline", "8d978524b154e00a295b21c5cbd34a4fc0295f484264fadb783c8b2ce202b55e"),  # with biases
+        ("bitnet-packed-offline", "9caf9c0a92aca2c46169d5ca2d5b2b518d98ec640f771a561a39db81367773ae"),
+    ],
+)
+def test_the_hash_of_weights_stays(name, digest):
+    """Traces and receipts of earlier versions hold it."""
+    assert hashes.weight_hash(model(GOLDEN / name).weights) == digest
