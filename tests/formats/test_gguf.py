@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError
 from bitnet_ref.formats.gguf.blocks import MXFP4, SMALL_Q1_0, TYPES, WIDE_Q2_0, GgmlType
-from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
+from bitnet_ref.formats.gguf.export import _FILE_TYPES, _QUANTIZATION_VERSION, TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import SCALARS as VALUE_TYPES
 from bitnet_ref.formats.gguf.file import GgufFile, Typed, open_gguf
 
@@ -127,6 +127,13 @@ def test_the_types_are_those_of_other_programs():
     assert [(each.id, each.block_values, each.block_bytes) for each in (WIDE_Q2_0, SMALL_Q1_0, MXFP4)] == [
         *((42, 128, 34), (40, 32, 6), (39, 32, 17))
     ]
+
+
+def test_the_file_types_are_those_of_other_programs():
+    theirs = {kind.name.removeprefix("MOSTLY_").lower(): kind.value for kind in gguf.LlamaFileType}
+    others = {"i2_s": 40, "tl1": 38, "tl2": 39, "q2_0": 41, "q1_0": 40, "stq1_0": 42, "iq2_bn": 137}
+    assert {name: theirs[name] for name in ("bf16", "q8_0", "tq1_0", "tq2_0")} | others == _FILE_TYPES
+    assert _QUANTIZATION_VERSION == gguf.GGML_QUANT_VERSION
 
 
 def test_the_value_types_are_those_of_the_package():
