@@ -133,7 +133,16 @@ def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, til
 
 @pytest.mark.parametrize("target", BITNET_TARGETS)
 def test_the_bytes_are_reproducible(target, every_format, tmp_path, tiles):
-    convert(BITNET, named(tmp_path, target), target, tl_tiles=tiles[target], verify=False)
+    """And the progress counts what is written."""
+    steps = []
+
+    def phase(name):
+        assert name == "writing"
+        return lambda *done: steps.append(done)
+
+    convert(BITNET, named(tmp_path, target), target, tl_tiles=tiles[target], verify=False, phase=phase)
+    assert steps == [(i, len(steps)) for i in range(1, len(steps) + 1)]
+    assert len(steps) >= 24  # parts of the model
     again, before = named(tmp_path, target), named(every_format, target)
     files = sorted(path.name for path in before.iterdir()) if before.is_dir() else [""]
     assert files
@@ -568,7 +577,8 @@ def test_what_a_proof_says_of_tokenizers(tmp_path):
     written = shutil.copytree(plain, tmp_path / "without")
     (tmp_path / "tokenizer.model").rename(plain / "tokenizer.model")
     with open_checkpoint(plain) as source, open_checkpoint(written) as without:
-        assert prove(source, without, compute=False).problems == ["the tokenizer was left behind"]
+        proof = prove(source, without, compute=False)
+        assert (proof.tokenizer, proof.problems) == ("left behind", ["the tokenizer was left behind"])
 
 
 @pytest.mark.sample(4)
@@ -589,7 +599,11 @@ def test_the_template_for_tools_goes_along(target, tmp_path):
 
 def test_which_formats_hold_a_model(tiles):
     """Each is tried. What takes part of a BitNet: all but those whose inputs stay in float; of these none."""
-    rows = {fit.target: fit for fit in fits(BITNET, tl_tiles=tiles["gguf-tl1"])}
+    steps = []
+    rows = {
+        fit.target: fit for fit in fits(BITNET, tl_tiles=tiles["gguf-tl1"], progress=lambda *done: steps.append(done))
+    }
+    assert steps == [(i, len(TARGETS)) for i in range(1, len(TARGETS) + 1)]
     assert list(rows) == list(TARGETS)
     held = {target for target, fit in rows.items() if fit.proof is not None}
     assert held == {*BITNET_TARGETS} - {"gguf-tl2"}
