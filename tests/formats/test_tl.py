@@ -282,6 +282,8 @@ def test_the_kernel_configuration(tmp_path):
     path = tmp_path / "kernel_config.ini"
     path.write_text(INI)
     assert read_kernel_config(path) == {(64, 480): Tiles(64, 96, 32), (32, 96): Tiles(32, 96, 32)}
+    (tmp_path / "other.ini").write_text(INI.replace("bk = 96", "bk = 999999999"))
+    assert {tiles.BK for tiles in read_kernel_config(tmp_path / "other.ini").values()} == {999_999_999}
     w_t = random_ternary(rng(9), 64, 480)
     data = pack_tl("tl2", w_t, Tiles(64, 96, 32))
     for config in (path, str(path), read_kernel_config(path)):
@@ -301,6 +303,8 @@ def test_the_kernel_configuration(tmp_path):
         (INI + INI, "not an ini file"),
         (INI.replace("bk = 96", "bk = 1e2"), r"Kernels_0\.bk: expected a positive integer, got '1e2'"),
         (INI.replace("bk = 96", "bk = -96"), "expected a positive integer"),
+        (INI.replace("bk = 96", "bk = 0"), "expected a positive integer, got '0'"),
+        (INI.replace("bk = 96", "bk = 1234567890"), "expected a positive integer, got '1234567890'"),
         (INI.replace("bk = 96", "bk = " + "9" * 5000), "expected a positive integer"),
         (INI.replace("bk = 96\n", ""), r"Kernels_0\.bk: expected a positive integer, got nothing"),
         (INI + INI.replace("_", "_x").replace("bk = 96", "bk = 48"), "in another section"),
