@@ -283,7 +283,7 @@ def test_the_kernel_configuration(tmp_path):
     path.write_text(INI)
     assert read_kernel_config(path) == {(64, 480): Tiles(64, 96, 32), (32, 96): Tiles(32, 96, 32)}
     (tmp_path / "other.ini").write_text(INI.replace("bk = 96", "bk = 999999999"))
-    assert {tiles.BK for tiles in read_kernel_config(tmp_path / "other.ini").values()} == {999_999_999}
+    assert max(tiles.BK for tiles in read_kernel_config(tmp_path / "other.ini").values()) == 999_999_999
     w_t = random_ternary(rng(9), 64, 480)
     data = pack_tl("tl2", w_t, Tiles(64, 96, 32))
     for config in (path, str(path), read_kernel_config(path)):
