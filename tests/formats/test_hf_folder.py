@@ -33,7 +33,7 @@ from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint, read_folder_config
 from bitnet_ref.formats.hf.wrappers import hf_form
-from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.formats.open import describe_ignored, open_checkpoint
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.config import QuantizationConfig
@@ -654,6 +654,31 @@ def test_what_is_left_out_of_a_vision_model_is_said(tmp_path):
         assert checkpoint.evidence == [
             f"left out, as text needs none of them: {2 * len(left_out[:2])} tensors ({parts})"
         ]
+
+
+SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+ONE = "of m is read model.safetensors; beside it, and not read: "
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["config.json"], None),
+        (["model.safetensors", "config.json"], None),
+        (SHARDS, None),
+        (["model.safetensors", *SHARDS], ONE + ", ".join(SHARDS)),
+        (["model.safetensors", "a.gguf", *SHARDS], f"{ONE}a.gguf, {', '.join(SHARDS)}"),
+        (["model.safetensors", "a.gguf", "b.gguf", *SHARDS], f"{ONE}a.gguf, b.gguf, {SHARDS[0]} and 1 more"),
+        ([*SHARDS, "a.gguf"], f"of m is read {SHARDS[0]}, ...; beside it, and not read: a.gguf"),
+    ],
+)
+def test_weights_that_are_not_read_are_named(names, sentence, tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    assert describe_ignored(folder, folder) == sentence
+    assert describe_ignored(folder / names[0], folder) is None
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
