@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
 from bitnet_ref.formats.gguf.tl import _scores, decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
+from bitnet_ref.formats.gguf.tl2 import tl2_problem, tl2_sections
 from bitnet_ref.formats.gguf.tl_tiles import KNOWN_TILES, Tiles, candidates, nest, read_kernel_config, tiles_problem
 
 KINDS = ("tl1", "tl2")
@@ -257,6 +258,13 @@ def test_how_far_the_next_order_is(kind):
         assert words == (
             f"by the zeros per row and column: {sigmas:.0f} sigmas before the next of {len(fitting)} orders"
         )
+
+
+def test_the_bytes_that_tl2_needs():
+    data = pack_tl("tl2", patterned(32, 544), Tiles(32, 288, 32))
+    *_, needed = tl2_sections(32, 544, 256)
+    assert tl2_problem(data[:needed], 32, 544, 256) is None
+    assert tl2_problem(data[: needed - 1], 32, 544, 256) == (needed - 1, f"the matrix would need {needed} bytes")
 
 
 def test_the_exact_checks_tell_how_many_columns_are_pairs():
