@@ -284,4 +284,9 @@ KNOWN: dict[str, str] = {
     ),
     "cli/signals.py: GRACE_S = 3.0 # for a child that was asked to end -> GRACE_S = (4.0) # for a child that was "
     "asked to end": ("how long a child that was asked to end is waited for"),
+    'formats/convert/proof.py _compare_logits: be = choose_backend("cython" if '
+    'available_backends()["cython"] is None else "numpy") -> be = choose_backend("cython" if '
+    "(available_backends()['cython'] is not None) else \"numpy\")": (
+        "the other backend, on which both models are computed"
+    ),
 }

@@ -217,7 +217,6 @@ class SafetensorsWriter(Closeable):
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         with self.closed_on_error():
             self._write_all(struct.pack("<Q", len(text)) + text)
-            self._file.truncate(self._start + end)
 
     def close(self) -> None:
         self._file.close()

@@ -254,6 +254,9 @@ def test_sherrys_form(tmp_path):
         ("families/qwen3-groups128", "gguf-iq2_bn", "ternary with one scale for each row"),
         ("families/qwen3-groups128", "gguf-i2_s", "activations are int8, and here they stay floats; use gguf-q2_0"),
         ("families/qwen3-groups128", "mlx-1bit", "binary, without zeros"),
+        ("containers/mlx-prism-hadamard", "onnx", "ONNX files cannot say that matrices are in a Hadamard basis"),
+        ("containers/mlx-prism-hadamard", "hf-unpacked", "Hugging Face files cannot say"),
+        ("containers/mlx-prism-hadamard", "gguf-q2_0", "gguf-q2_0 files cannot say"),
         ("families/maple", "mlx-2bit", "mlx-lm has no maple model"),
         ("families/hunyuan", "mlx-2bit", "no matrix of this model is ternary by groups of 32, 64 or 128"),
         (

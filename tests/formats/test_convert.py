@@ -15,6 +15,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import permutations, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ from bitnet_ref.formats.convert.proof import Proof, Tally
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import ASSETS, open_checkpoint, read_tokenizer
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
 
 BITNET = GOLDEN / "bitnet-packed-offline"
@@ -132,7 +134,16 @@ def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, til
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("target", BITNET_TARGETS)
 def test_the_bytes_are_reproducible(target, every_format, tmp_path, tiles):
-    convert(BITNET, named(tmp_path, target), target, tl_tiles=tiles[target], verify=False)
+    """And the progress counts what is written."""
+    steps = []
+
+    def phase(name):
+        assert name == "writing"
+        return lambda *done: steps.append(done)
+
+    convert(BITNET, named(tmp_path, target), target, tl_tiles=tiles[target], verify=False, phase=phase)
+    assert steps == [(i, len(steps)) for i in range(1, len(steps) + 1)]
+    assert len(steps) >= 24  # parts of the model
     again, before = named(tmp_path, target), named(every_format, target)
     files = sorted(path.name for path in before.iterdir()) if before.is_dir() else [""]
     assert files
@@ -417,6 +428,48 @@ def test_what_is_near_in_a_configuration(a, b, is_near):
     assert proof_module._nearly(a, b) is is_near
 
 
+ONES, MATRIX = np.ones(3, np.float32), DenseWeight(np.ones((2, 32), np.float32))
+PLANE = np.zeros((4, 2), np.uint8)
+BIT = TernaryWeight(PLANE, 8, np.float32(0.99), None)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind", "problem"),
+    [
+        (ONES, ONES, "native", None),
+        (ONES, ONES * (1 + 2.0**-11), "gguf-f16", None),
+        (ONES, ONES * (1 + 2.0**-10), "gguf-f16", "x differs"),
+        (ONES, ONES * (1 + 2.0**-8), "gguf-bf16", None),
+        (ONES, ONES * (1 + 2.0**-7), "gguf-bf16", "x differs"),
+        (ONES, None, "native", "x was a vector of 3, and nothing is absent"),
+        (ONES, ONES[None], "native", "x was a vector of 3, and x is an array of shape (1, 3)"),
+        (MATRIX, ONES, "native", "x was a dense matrix (2, 32), and x is a vector of 3"),
+        (MATRIX, DenseWeight(MATRIX.array / 2), "gguf-q8_0", None),
+        (MATRIX, DenseWeight(MATRIX.array / 4), "gguf-q8_0", "x differs"),
+        (MATRIX, DenseWeight(MATRIX.array / 2, ONES[:2]), "gguf-q8_0", "x (bias) differs"),
+        (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-24)), "online", None),
+        (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-23)), "online", "x (scale) differs"),
+        (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-12)), "native", None),
+        (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-10)), "native", "x (scale) differs"),
+        (BIT, replace(BIT, packed=PLANE + np.uint8(1)), "online", "x differs"),
+    ],
+)
+def test_how_much_a_format_may_round(a, b, kind, problem, monkeypatch):
+    """Here "gguf-q8_0" halves matrices, and that alone; scales of an "online" file are means of masters."""
+    parts = iter([[("x", a)], [("x", b)] if b is not None else []])
+    monkeypatch.setattr(proof_module, "_computed_parts", lambda checkpoint: next(parts))
+    monkeypatch.setattr(proof_module, "part_count", lambda config: 1)
+    quantization = SimpleNamespace(quantization_mode="online") if kind == "online" else None
+    written = SimpleNamespace(
+        kind=kind,
+        config=SimpleNamespace(quantization=quantization),
+        rounded=lambda name, array: array / 2 if kind == "gguf-q8_0" else array,
+    )
+    proof = Proof()
+    proof_module._compare_parts(SimpleNamespace(config=None), written, proof, None)
+    assert proof.problems == ([] if problem is None else [problem])
+
+
 def test_what_a_proof_computes(tmp_path):
     """The logits only of what is equal, and only if asked."""
     for name in ("good", "bad"):
@@ -424,7 +477,12 @@ def test_what_a_proof_computes(tmp_path):
     swapped_planes(tmp_path / "bad")
     with open_checkpoint(BITNET) as source:
         with open_checkpoint(tmp_path / "good") as written:
-            proof = prove(source, written)
+            steps = {"comparing": [], "computing": []}
+            proof = prove(source, written, lambda phase: lambda *done: steps[phase].append(done))
+            assert steps == {
+                "comparing": [(i, 24) for i in range(1, 25)],
+                "computing": [(i, 4) for i in range(1, 5)],
+            }
             assert (proof.problems, proof.tokens > 0, proof.logits_equal, proof.logits_difference) == (
                 [],
                 True,
@@ -522,7 +580,8 @@ def test_what_a_proof_says_of_tokenizers(tmp_path):
     written = shutil.copytree(plain, tmp_path / "without")
     (tmp_path / "tokenizer.model").rename(plain / "tokenizer.model")
     with open_checkpoint(plain) as source, open_checkpoint(written) as without:
-        assert prove(source, without, compute=False).problems == ["the tokenizer was left behind"]
+        proof = prove(source, without, compute=False)
+        assert (proof.tokenizer, proof.problems) == ("left behind", ["the tokenizer was left behind"])
 
 
 @pytest.mark.thorough
@@ -543,7 +602,11 @@ def test_the_template_for_tools_goes_along(target, tmp_path):
 
 def test_which_formats_hold_a_model(tiles):
     """Each is tried. What takes part of a BitNet: all but those whose inputs stay in float; of these none."""
-    rows = {fit.target: fit for fit in fits(BITNET, tl_tiles=tiles["gguf-tl1"])}
+    steps = []
+    rows = {
+        fit.target: fit for fit in fits(BITNET, tl_tiles=tiles["gguf-tl1"], progress=lambda *done: steps.append(done))
+    }
+    assert steps == [(i, len(TARGETS)) for i in range(1, len(TARGETS) + 1)]
     assert list(rows) == list(TARGETS)
     held = {target for target, fit in rows.items() if fit.proof is not None}
     assert held == {*BITNET_TARGETS} - {"gguf-tl2"}

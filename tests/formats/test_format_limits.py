@@ -32,7 +32,8 @@ from bitnet_ref.formats.hf.packings import _hadamard_keys
 from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.onnx.constants import Constants
 from bitnet_ref.formats.onnx.export import _TensorProtos
-from bitnet_ref.formats.onnx.file import OnnxFile
+from bitnet_ref.formats.onnx.file import CONFIG_KEY, FORMAT_KEY, FORMAT_VERSION, OnnxFile
+from bitnet_ref.formats.onnx.model import OnnxCheckpoint
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.system.sharing import model_files
@@ -118,6 +119,14 @@ def inside(limit, folder):
         _TensorProtos(file, "x", 1 << 30)("w", np.zeros(count, np.uint8), inside=True)
 
 
+def onnx_config(count, folder):
+    onnx_file(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    model = onnx.load(folder / "x.onnx")
+    helper.set_model_props(model, {FORMAT_KEY: FORMAT_VERSION, CONFIG_KEY: "{}".ljust(count)})
+    onnx.save(model, folder / "x.onnx")
+    OnnxCheckpoint(folder / "x.onnx")
+
+
 def native_file(count, folder):
     source = shutil.copytree(GOLDEN / "llama-dense", folder / "source")
     (source / "tokenizer.model").write_bytes(b"x" * count)
@@ -200,6 +209,7 @@ LIMITS = {
     ),
     "native.model MAX_TOKENIZER_BYTES": (64 << 20, 4000, native_file, "expected at most 4000 bytes"),
     "onnx.file MAX_MODEL_BYTES": (2**31 - 1, 4000, onnx_size, BYTES),
+    "onnx.model MAX_CONFIG_BYTES": (1 << 20, 4000, onnx_config, "has more than 4000 characters"),
     "onnx.export MAX_MODEL_BYTES": (2**31 - 1, 2 * 1000 + 1, inside, "at most 1 GB inside the file"),
     "onnx.file MAX_RANK": (8, None, lambda n, folder: onnx_shape((1,) * n, folder), "at most 8 dimensions"),
     "onnx.file _MAX_DIM": (2**62, None, lambda n, folder: onnx_shape((n, 0), folder), "of an array's size"),

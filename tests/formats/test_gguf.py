@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError
 from bitnet_ref.formats.gguf.blocks import MXFP4, SMALL_Q1_0, TYPES, WIDE_Q2_0, GgmlType
-from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
-from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.gguf.export import _FILE_TYPES, _QUANTIZATION_VERSION, TensorToWrite, write_gguf
+from bitnet_ref.formats.gguf.file import SCALARS as VALUE_TYPES
+from bitnet_ref.formats.gguf.file import GgufFile, Typed, open_gguf
 
 OF_OTHERS = (  # types of bitnet.cpp, ik_llama.cpp, Prism's and Tencent's llama.cpp, which the package may not know
     *((36, "I2_S", 4, 1, 32), (37, "I8_S", 1, 0), (38, "TL1", 1, 0), (39, "TL2/MXFP4", 1, 0)),
@@ -126,6 +127,20 @@ def test_the_types_are_those_of_other_programs():
     assert [(each.id, each.block_values, each.block_bytes) for each in (WIDE_Q2_0, SMALL_Q1_0, MXFP4)] == [
         *((42, 128, 34), (40, 32, 6), (39, 32, 17))
     ]
+
+
+def test_the_file_types_are_those_of_other_programs():
+    theirs = {kind.name.removeprefix("MOSTLY_").lower(): kind.value for kind in gguf.LlamaFileType}
+    others = {"i2_s": 40, "tl1": 38, "tl2": 39, "q2_0": 41, "q1_0": 40, "stq1_0": 42, "iq2_bn": 137}
+    assert {name: theirs[name] for name in ("bf16", "q8_0", "tq1_0", "tq2_0")} | others == _FILE_TYPES
+    assert _QUANTIZATION_VERSION == gguf.GGML_QUANT_VERSION
+
+
+def test_the_value_types_are_those_of_the_package():
+    names = {kind.value: kind.name.lower() for kind in gguf.GGUFValueType if kind.name != "ARRAY"}
+    assert {code: name for code, (name, _) in VALUE_TYPES.items()} | {8: "string"} == names
+    for name, layout in VALUE_TYPES.values():
+        assert np.dtype(layout) == np.dtype(name)
 
 
 def test_a_file_of_the_package(tmp_path):
@@ -248,6 +263,23 @@ def test_a_large_vocabulary_is_read_fast(tmp_path):
     assert taken < 3.0  # 0.2 s on an idle core; a quadratic parse would take minutes
 
 
+def test_strings_across_the_part_that_is_read_first(tmp_path):
+    """Of 65,536 bytes: the second string's length, its text or the end of the file lies there."""
+    for size in range(65_466, 65_484):
+        words = ["x" * size, "", "y" * (size % 3)]
+        content = raw_gguf([("a", array(8, 3, b"".join(map(text, words))))])
+        with GgufFile(write(tmp_path / "x.gguf", content)) as file:
+            assert file.metadata["a"] == words
+
+
+def test_the_disk_is_asked_for_the_whole_file(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("bitnet_ref.formats.gguf.export.check_space", lambda path, nbytes: asked.append(nbytes))
+    odd = [TensorToWrite(name, (7,), "I8", lambda: np.zeros(7, np.uint8)) for name in ("a", "bc")]
+    write_gguf(tmp_path / "x.gguf", {"k": Typed("string", "v")}, odd)
+    assert asked == [(tmp_path / "x.gguf").stat().st_size]
+
+
 def test_writing_refuses_what_the_file_could_not_hold(tmp_path):
     path = tmp_path / "x.gguf"
     for typed in (Typed("uint8", 256), Typed("string", 3), Typed("[int8]", ["x"]), Typed("tuple", 1)):
@@ -341,7 +373,7 @@ BAD = {
     "an offset of 2^64 - 32": (raw_gguf(infos=[info(offset=2**64 - 32)], data=F8), "which has 32", "x"),
     "a size past the end": (raw_gguf(infos=[info(dims=(9,))], data=F8), "bytes 0 to 36", "x"),
     "no data": (raw_gguf(infos=[info()]), "which has", "x"),
-    "one byte short": (raw_gguf(infos=[info()], data=F8[:-1]), "which has 31", "x"),
+    "one byte short": (raw_gguf(infos=[info()], data=F8[:-1]), "the file is cut off (95 of 96 bytes)", "x"),
     "overlapping": (raw_gguf(infos=[info("a"), info("b", (16,), 0, 0)], data=F8 * 3), "overlaps", None),
     "overlapping by a part": (raw_gguf(infos=[info("a", (16,)), info("b", offset=32)], data=F8 * 3), "overlaps", "a"),
     "nothing left for a type of unknown size": (
@@ -349,6 +381,12 @@ BAD = {
         "bytes 32 to 32",
         "a",
     ),
+}
+
+
+CUT_OFF = {
+    *("empty", "three bytes", "more tensors than the file has bytes", "a string past the end", "alignment 2^31"),
+    *("an offset past the end", "a size past the end", "no data", "one byte short"),
 }
 
 
@@ -360,10 +398,53 @@ def test_bad_files(case, tmp_path):
     with pytest.raises(FormatError) as caught:
         GgufFile(path)
     assert message in caught.value.message, caught.value
+    assert caught.value.message.startswith("the file is cut off") == (case in CUT_OFF)
     assert caught.value.path == str(path)
     assert field is None or caught.value.field == field, caught.value
     assert caught.value.offset is not None
     assert 0 <= caught.value.offset <= max(len(content), 1)
+
+
+def whole_numbers(**values):
+    return [(f"split.{key.replace('_', '.')}", u32(4) + u32(value)) for key, value in values.items()]
+
+
+SECOND = whole_numbers(no=1, count=2)
+PARTS = {  # metadata of the first of two parts and of the second: what is wrong, "" for nothing
+    "all": (whole_numbers(no=0, count=2, tensors_count=2), SECOND, ""),
+    "the first without a number": (whole_numbers(count=2), SECOND, ""),
+    "the second without a number": (whole_numbers(no=0, count=2), whole_numbers(count=2), "expected part 2 of 2"),
+    "the second without a count": (whole_numbers(no=0, count=2), whole_numbers(no=1), "expected part 2 of 2"),
+    "one tensor more": (whole_numbers(count=2, tensors_count=3), SECOND, "says 3; all parts have 2"),
+    "a bool": ([("split.count", u32(7) + b"\1")], SECOND, "expected a whole number, got True"),
+    "a real number": ([("split.count", u32(6) + bytes(4))], SECOND, "expected a whole number, got 0.0"),
+    "below zero": ([("split.no", u32(5) + b"\xff" * 4)], SECOND, "expected a whole number, got -1"),
+    "the largest number": (whole_numbers(no=2**31 - 1, count=2), SECOND, "is part 2147483648 of 2 of a model"),
+    "beyond it": (whole_numbers(no=2**31, count=2), SECOND, "expected a whole number, got 2147483648"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_two_parts(case, tmp_path):
+    *values, message = PARTS[case]
+    for number, (name, pairs) in enumerate(zip("ab", values, strict=True), 1):
+        write(tmp_path / f"x-{number:05}-of-00002.gguf", raw_gguf(pairs, [info(name)], F8))
+    if message:
+        with pytest.raises(FormatError, match=message):
+            open_gguf(tmp_path / "x-00001-of-00002.gguf")
+    else:
+        with open_gguf(tmp_path / "x-00002-of-00002.gguf") as file:
+            assert list(file.tensors) == ["a", "b"]
+
+
+def test_all_parts_are_read_ahead(tmp_path, monkeypatch):
+    for number, pairs in enumerate((whole_numbers(count=2), SECOND), 1):
+        write(tmp_path / f"x-{number:05}-of-00002.gguf", raw_gguf(pairs, [info(str(number))], F8))
+    asked = []
+    monkeypatch.setattr(GgufFile, "read_ahead", lambda file, spans: asked.append((file.path.name, spans)))
+    with open_gguf(tmp_path / "x-00001-of-00002.gguf") as file:
+        file.read_all_ahead()
+        assert asked == [(each.path.name, [(0, each.size)]) for each in (file, *file.further)]
 
 
 def test_the_last_tensor_of_an_old_type_may_have_bytes_behind_it(tmp_path):

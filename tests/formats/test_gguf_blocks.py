@@ -17,6 +17,7 @@ from bitnet_ref.formats.gguf.blocks import (
     DEQUANTIZABLE,
     GROUP_TYPES,
     TERNARY_ROWS,
+    block_scales,
     blocks_from_groups,
     blocks_from_ternary,
     dequantize,
@@ -192,6 +193,9 @@ def test_what_does_not_fit():
     for scale in (1e-9, 1e6, np.nan, -1.0):
         with pytest.raises(NumericsError, match="in float16"):
             blocks_from_ternary(np.ones((1, 256), np.int8), scale, "TQ1_0")
+    for scale, rounded in ((1e6, "inf"), (1e-9, "0.0")):  # of one of two blocks
+        with pytest.raises(NumericsError, match=rf"is {rounded} in float16, which Q2_0 holds"):
+            block_scales(np.array([[0.5, scale]]), 64, 128, "Q2_0")
     with pytest.raises(ShapeError, match="of -1, 0, \\+1"):
         blocks_from_ternary(np.full((1, 256), 2, np.int8), 1.0, "TQ1_0")
 

@@ -87,6 +87,7 @@ def test_absent_keys_take_the_defaults_of_the_class():
     assert (llama.num_key_value_heads, llama.norm_eps, llama.max_position_embeddings) == (4, 1e-6, 2048)
     assert (llama.rope.theta, llama.activation, llama.sub_norms) == (10000.0, "silu", False)
     assert (llama.bos_token_id, llama.eos_token_ids) == (1, (2,))
+    assert (llama.attention_bias, llama.mlp_bias) == (False, False)
     mistral = parse(without(TINY, "max_position_embeddings"), model_type="mistral")
     assert (mistral.sliding_window, mistral.max_position_embeddings) == (4096, 131072)
 
@@ -190,18 +191,21 @@ def test_old_and_new_spelling_of_rope(old, new):
 @pytest.mark.parametrize("theta", [None, 7000.0])
 def test_of_both_spellings_of_rope_the_old_one_wins(theta):
     """As in transformers, which does not read the other's theta either."""
-    with pytest.warns(ConfigWarning, match=r"rope_scaling: counts, as in transformers, with rope_theta (10000|7000);"):
+    words = r"rope_scaling: counts, as in transformers, with rope_theta (10000|7000);"
+    with pytest.warns(ConfigWarning, match=words) as caught:
         cfg = parse(
             {**TINY, "rope_theta": theta},
             rope_scaling={"type": "linear", "factor": 4.0},
             rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         )
     assert (cfg.rope.rope_type, cfg.rope.factor, cfg.rope.theta) == ("linear", 4.0, theta or 10000.0)
+    assert caught[0].filename == __file__
 
 
 def test_original_length_defaults_to_the_whole_context():
     rope = parse(TINY, rope_parameters={"rope_type": "yarn", "factor": 2.0}).rope
     assert rope.original_max_position_embeddings == 64
+    assert parse(TINY, rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 1}).rope.factor == 64
     assert rope.attention_factor == pytest.approx(1.0693147180559945)  # 0.1 ln 2 + 1
 
 
@@ -354,6 +358,7 @@ def test_hostile_sizes(key, value):
         ({"eos_token_id": [[2]]}, "eos_token_id"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"rope_theta": -1.0}, "rope.theta"),
@@ -376,6 +381,7 @@ def test_hostile_sizes(key, value):
         ({"rope_parameters": {"rope_type": "yarn", "factor": []}}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 0}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": -1}}, "rope_parameters.mscale"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1e9}}, "rope_parameters.mscale"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}}, "rope.truncate"),
         (
             {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 10**400}},

@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -27,11 +28,12 @@ from helpers import (
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats import hashes
-from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
+from bitnet_ref.formats.checkpoint import LoadOptions, check_room, parts, read_weights, scale_convention
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.formats.hf.config import read_hf_config
+from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.folder import INDEX_FILE, SINGLE_FILE, HfCheckpoint, read_folder_config
 from bitnet_ref.formats.hf.wrappers import hf_form
+from bitnet_ref.formats.open import describe_ignored, open_checkpoint
 from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.config import QuantizationConfig
@@ -211,8 +213,9 @@ def test_a_tensor_that_no_part_of_the_model_uses(tmp_path):
     bias = {f"{Q0}.bias": np.ones(16, np.float32)}
     check_error(write_checkpoint(tmp_path / "b", TINY, with_config(bias, TINY)), "no part of", field=f"{Q0}.bias")
     check_error(write_checkpoint(tmp_path / "c", {**TINY, "tie_word_embeddings": True}, tiny_tensors(TINY)), "differs")
-    with HfCheckpoint(tmp_path / "c") as checkpoint, pytest.raises(FormatError, match="differs"):
-        list(parts(checkpoint))  # as a conversion reads it
+    for name, message in (("b", "no part of"), ("c", "differs")):
+        with HfCheckpoint(tmp_path / name) as checkpoint, pytest.raises(FormatError, match=message):
+            list(parts(checkpoint))  # as a conversion reads it
 
 
 @pytest.mark.parametrize(
@@ -595,13 +598,41 @@ def test_ids_that_the_configuration_alone_has_go_along_with_the_tokenizer(config
         assert checkpoint.tokenizer_files() == {}
 
 
+def test_a_bit_at_least_for_each_weight():
+    config = parse_hf_config(TINY, Path("config.json"))
+    largest = max(n * k for n, k in config.linear_shapes(0).values())
+    assert largest % 8 == 0
+    check_room(config, largest // 8, Path("x"))
+    with pytest.raises(
+        FormatError, match=rf"^x, blocks\.0\.mlp\.\w+: .* and all tensors have {largest // 8 - 1} bytes"
+    ):
+        check_room(config, largest // 8 - 1, Path("x"))
+
+
+def test_what_is_prepared_for_a_backend(tmp_path):
+    """Each linear for its layer, the head for none; of a packed embedding what keeps its kind."""
+    with HfCheckpoint(write_checkpoint(tmp_path, TINY)) as checkpoint:
+        weights = read_weights(checkpoint, prepare_for=lambda layer: lambda w: w.called(f"{w.name} for {layer}"))
+    names = [weights.embedding.name, *(layer.q_proj.name for layer in weights.layers), weights.lm_head.name]
+    assert names == ["embedding", *(f"blocks.{i}.attn.q_proj for {i}" for i in range(2)), "lm_head for None"]
+    with open_checkpoint(DATA / "containers" / "gguf-q1_0" / "model.gguf") as checkpoint:
+        checkpoint.config = replace(checkpoint.config, tie_word_embeddings=True)
+        checkpoint.check_tied_head = checkpoint.finish = lambda *_: None
+        for kind in ("groups", "other"):
+            made = SimpleNamespace(kind=kind)
+            head = read_weights(
+                checkpoint, prepare_for=lambda layer, made=made: None if layer is not None else lambda _: made
+            ).lm_head
+            assert (head is made) == (kind == "groups")
+
+
 def test_layers_are_read_ahead_in_the_order_of_their_numbers(tmp_path, monkeypatch):
     config = {**TINY, "num_hidden_layers": 11}
     folder = write_checkpoint(tmp_path, config, tiny_tensors(config))
     spans = []
     monkeypatch.setattr(SafetensorsFile, "read_ahead", lambda self, given: spans.extend(given))
     with HfCheckpoint(folder) as checkpoint:
-        checkpoint.read_ahead()
+        read_weights(checkpoint)
         file = checkpoint.tensors
         places = {(file.info(name).offset, file.info(name).nbytes): name for name in file.names}
     layers = [int(places[span].split(".")[2]) for span in spans if ".layers." in places[span]]
@@ -625,6 +656,31 @@ def test_what_is_left_out_of_a_vision_model_is_said(tmp_path):
         assert checkpoint.evidence == [
             f"left out, as text needs none of them: {2 * len(left_out[:2])} tensors ({parts})"
         ]
+
+
+SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+ONE = "of m is read model.safetensors; beside it, and not read: "
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["config.json"], None),
+        (["model.safetensors", "config.json"], None),
+        (SHARDS, None),
+        (["model.safetensors", *SHARDS], ONE + ", ".join(SHARDS)),
+        (["model.safetensors", "a.gguf", *SHARDS], f"{ONE}a.gguf, {', '.join(SHARDS)}"),
+        (["model.safetensors", "a.gguf", "b.gguf", *SHARDS], f"{ONE}a.gguf, b.gguf, {SHARDS[0]} and 1 more"),
+        ([*SHARDS, "a.gguf"], f"of m is read {SHARDS[0]}, ...; beside it, and not read: a.gguf"),
+    ],
+)
+def test_weights_that_are_not_read_are_named(names, sentence, tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    assert describe_ignored(folder, folder) == sentence
+    assert describe_ignored(folder / names[0], folder) is None
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -688,3 +744,15 @@ def test_the_hash_of_a_file_counts_its_bytes(tmp_path, monkeypatch):
     seen = []
     assert hashes.file_hash(tmp_path / "x", seen.append) == hashlib.sha256(b"0123456789").hexdigest()
     assert seen == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("llama-unpacked-offline", "8d978524b154e00a295b21c5cbd34a4fc0295f484264fadb783c8b2ce202b55e"),  # with biases
+        ("bitnet-packed-offline", "9caf9c0a92aca2c46169d5ca2d5b2b518d98ec640f771a561a39db81367773ae"),
+    ],
+)
+def test_the_hash_of_weights_stays(name, digest):
+    """Traces and receipts of earlier versions hold it."""
+    assert hashes.weight_hash(model(GOLDEN / name).weights) == digest

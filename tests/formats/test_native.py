@@ -96,6 +96,10 @@ def test_storyteller_generates_the_same(storage, tmp_path):
     seen = []
     convert(ASSETS / "storyteller", path, storage=storage, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
+    with NativeCheckpoint(path) as checkpoint:
+        planes = 7 * checkpoint.config.num_hidden_layers
+        in_base3 = planes if storage == "base3" else 0
+        assert checkpoint.evidence == [f"{planes} ternary planes, {in_base3} of them in base 3"]
     shutil.move(path, tmp_path / "moved.bitnet.safetensors")  # it needs nothing beside it
     ours, original = bitnet_ref.load(tmp_path / "moved.bitnet.safetensors"), bitnet_ref.load()
     for prompt in ("Once upon a time", ""):

@@ -353,12 +353,12 @@ def test_what_is_no_matrix_of_blocks(tensors, attributes, message, tmp_path):
 @pytest.mark.parametrize("zeros", ["middle", "packed", "floats"])
 def test_a_matrix_of_blocks_number_by_number(bits, zeros, tmp_path):
     """The first number of a byte is in its lowest bits; without zero points the middle of the range is zero."""
-    n, k, block = 3, 20, 8
-    codes = rng(bits).integers(0, 256, (n, 3, block * bits // 8), dtype=np.uint8)
-    scales = rng(bits, 1).random((n, 3)).astype(np.float32)
-    row = -(-3 * bits // 8)
+    n, k, block, blocks = 3, 76, 8, 10
+    codes = rng(bits).integers(0, 256, (n, blocks, block * bits // 8), dtype=np.uint8)
+    scales = rng(bits, 1).random((n, blocks)).astype(np.float32)
+    row = -(-blocks * bits // 8)
     points = rng(bits, 2).integers(0, 256, (n, row), dtype=np.uint8)
-    of_floats = rng(bits, 3).random((n, 3)).astype(np.float32)
+    of_floats = rng(bits, 3).random((n, blocks)).astype(np.float32)
     given = {"middle": {}, "packed": {"z": points}, "floats": {"z": of_floats}}[zeros]
     node = helper.make_node("MatMulNBits", ["x", "b", "s", *given], ["y"], N=n, K=k, bits=bits, block_size=block)
     matrix = constants(tmp_path, node, arrays_of(b=codes, s=scales, **given)).matrix(node)

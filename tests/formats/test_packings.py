@@ -78,6 +78,13 @@ def test_ternary_and_binary_matrices_are_planes(tmp_path_factory, seed, is_binar
     np.testing.assert_array_equal(weight.dense().array, expected)
 
 
+def test_a_group_of_zeros_has_no_scale(tmp_path):
+    codes = np.repeat([[0, 1, 2, 1], [1, 1, 0, 2]], 32, axis=1).astype(np.uint8)
+    scales = np.array([[0.5, 0.5, 2, -2], [1, 3, 3, 1]], dtype=np.float16)
+    weight = affine(tmp_path, codes, 2, scales, -scales)
+    assert weight.scales.tolist() == [[0.5, 0, 2, 0], [0, 0, 3, 1]]
+
+
 def test_two_bits_that_are_not_ternary_stay_what_they_say(tmp_path):
     codes = rng(3).integers(0, 3, (4, 128)).astype(np.uint8)
     scales = np.full((4, 2), 0.5, np.float16)

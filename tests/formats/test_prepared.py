@@ -405,26 +405,58 @@ def test_shapes_of_another_model_are_damage(tmp_path, caplog):
     assert "is damaged (" in caplog.text
 
 
-@pytest.mark.parametrize("field", ["embedding", "lm_head", "final_norm"])
-def test_each_shape_is_that_of_the_config(field, tmp_path):
-    model = load(write_checkpoint(tmp_path / "hf", {**BITNET, "tie_word_embeddings": False}))
-    part = getattr(model.weights, field)
-    array = "weight" if field == "final_norm" else "stored"
-    shorter = replace(part, **{array: getattr(part, array)[:-1]})
+def in_layer(index, **parts):
+    """A change of weights: parts of one layer, each by a function."""
+
+    def change(w):
+        layer = w.layers[index]
+        made = replace(layer, **{name: make(getattr(layer, name)) for name, make in parts.items()})
+        return replace(w, layers=(*w.layers[:index], made, *w.layers[index + 1 :]))
+
+    return change
+
+
+class OtherLayer:
+    """Stands for a layer of another family."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __getattr__(self, name):
+        return getattr(self.layer, name)
+
+
+PLAIN, NORMED, HYBRID = (
+    *(GOLDEN / "llama-bf16-biases", GOLDEN / "llama-packed-rmsnorm"),
+    DATA / "containers" / "mlx-qwen35-ternary-2bit",
+)
+WRONG = {  # field: (the model, what is changed in its weights)
+    "weights": (PLAIN, lambda w: OtherLayer(w)),
+    "layers": (PLAIN, lambda w: replace(w, layers=w.layers[:1])),
+    "embedding": (PLAIN, lambda w: replace(w, embedding=replace(w.embedding, stored=w.embedding.stored[:-1]))),
+    "lm_head": (PLAIN, lambda w: replace(w, lm_head=replace(w.lm_head, stored=w.lm_head.stored[:-1]))),
+    "final_norm": (PLAIN, lambda w: replace(w, final_norm=replace(w.final_norm, weight=w.final_norm.weight[:-1]))),
+    "final_norm.eps": (PLAIN, lambda w: replace(w, final_norm=replace(w.final_norm, eps="1"))),
+    "blocks.0": (PLAIN, lambda w: replace(w, layers=(OtherLayer(w.layers[0]), *w.layers[1:]))),
+    "blocks.1.ffn_norm": (PLAIN, in_layer(1, ffn_norm=lambda norm: replace(norm, weight=norm.weight[1:]))),
+    "blocks.1.attn.q_proj.bias": (PLAIN, in_layer(1, q_proj=lambda w: replace(w, bias=w.bias[1:]))),
+    "blocks.0.attn.q_proj.input_norm": (
+        NORMED,
+        in_layer(0, q_proj=lambda w: replace(w, own_norm=replace(w.norm, weight=w.norm.weight[1:]))),
+    ),
+    "blocks.0.delta.conv": (HYBRID, in_layer(0, conv=lambda array: array[1:])),
+    "dense matrix": (PLAIN, lambda w: replace(w, embedding=replace(w.embedding, stored=w.embedding.stored.view("i2")))),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_each_part_is_that_of_the_config(field):
+    path, change = WRONG[field]
+    model = bitnet_ref.load(path, backend="cython")
     prepared._check(model.weights, model.config)
     with pytest.raises(errors.FormatError) as caught:
-        prepared._check(replace(model.weights, **{field: shorter}), model.config)
+        prepared._check(change(model.weights), model.config)
     assert caught.value.field == field
-
-
-def test_a_norm_before_a_linear_has_its_width():
-    model = bitnet_ref.load(GOLDEN / "llama-packed-rmsnorm", backend="cython")
-    first, *others = model.weights.layers
-    norm = first.q_proj.norm
-    shorter = replace(first.q_proj, own_norm=replace(norm, weight=norm.weight[:-1]))
-    with pytest.raises(errors.FormatError) as caught:
-        prepared._check(replace(model.weights, layers=(replace(first, q_proj=shorter), *others)), model.config)
-    assert caught.value.field == "blocks.0.attn.q_proj.input_norm"
 
 
 def test_a_model_file_that_is_wrong_still_says_so(tmp_path):

@@ -45,6 +45,11 @@ CASES = (
     ("families/qwen3_5-groups128-hybrid", "gguf-pq2_0"),
     ("families/qwen3_5-groups128-hybrid", "gguf-ptq1_0"),
     ("gguf/i2_s.gguf", "hf-packed"),
+    ("golden/bitnet-packed-offline", "gguf-iq2_bn"),
+    ("families/qwen3-groups128", "mlx-2bit"),
+    ("families/qwen3_5-groups128-hybrid", "mlx-2bit"),
+    ("containers/gguf-q1_0/model.gguf", "mlx-1bit"),
+    ("containers/gguf-q1_0/model.gguf", "gguf-q1_0"),
 )
 
 
@@ -88,17 +93,22 @@ def contents(path: Path) -> dict[str, Any]:
             # the last bit of a power of doubles is not the same on every processor
             same = array.astype(np.float32) if array.dtype == np.float64 else array
             tensors[name] = f"{array.dtype} {list(array.shape)} {digest(np.ascontiguousarray(same).tobytes())}"
+        graph = file.model.graph
+        values = [each.SerializeToString(deterministic=True).hex() for each in (*graph.input, *graph.output)]
+        versions = [file.model.ir_version, *(each.version for each in file.model.opset_import)]
         nodes = [
             [
+                node.name,
                 node.op_type,
                 list(node.input),
                 list(node.output),
                 [each.SerializeToString(deterministic=True).hex() for each in node.attribute],
             ]
-            for node in file.model.graph.node
+            for node in graph.node
         ]
         return {
             "tensors": tensors,
+            "values": f"{len(values)} values, {digest(json.dumps([versions, *values]).encode())}",
             "nodes": f"{len(nodes)} nodes, {digest(json.dumps(nodes).encode())}",
             "metadata": {key: short(value) for key, value in file.metadata.items()},
         }

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
 from bitnet_ref.formats.gguf.tl import _scores, decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
+from bitnet_ref.formats.gguf.tl2 import tl2_problem, tl2_sections
 from bitnet_ref.formats.gguf.tl_tiles import KNOWN_TILES, Tiles, candidates, nest, read_kernel_config, tiles_problem
 
 KINDS = ("tl1", "tl2")
@@ -260,6 +261,13 @@ def test_how_far_the_next_order_is(kind):
         )
 
 
+def test_the_bytes_that_tl2_needs():
+    data = pack_tl("tl2", patterned(32, 544), Tiles(32, 288, 32))
+    *_, needed = tl2_sections(32, 544, 256)
+    assert tl2_problem(data[:needed], 32, 544, 256) is None
+    assert tl2_problem(data[: needed - 1], 32, 544, 256) == (needed - 1, f"the matrix would need {needed} bytes")
+
+
 def test_the_exact_checks_tell_how_many_columns_are_pairs():
     """352 columns: BK 96 leaves 64, BK 288 leaves 64, BK 24 leaves 16 (impossible), BK 192 leaves 160."""
     n, k = 32, 352
@@ -283,6 +291,8 @@ def test_the_kernel_configuration(tmp_path):
     path = tmp_path / "kernel_config.ini"
     path.write_text(INI)
     assert read_kernel_config(path) == {(64, 480): Tiles(64, 96, 32), (32, 96): Tiles(32, 96, 32)}
+    (tmp_path / "other.ini").write_text(INI.replace("bk = 96", "bk = 999999999"))
+    assert max(tiles.BK for tiles in read_kernel_config(tmp_path / "other.ini").values()) == 999_999_999
     w_t = random_ternary(rng(9), 64, 480)
     data = pack_tl("tl2", w_t, Tiles(64, 96, 32))
     for config in (path, str(path), read_kernel_config(path)):
@@ -302,6 +312,8 @@ def test_the_kernel_configuration(tmp_path):
         (INI + INI, "not an ini file"),
         (INI.replace("bk = 96", "bk = 1e2"), r"Kernels_0\.bk: expected a positive integer, got '1e2'"),
         (INI.replace("bk = 96", "bk = -96"), "expected a positive integer"),
+        (INI.replace("bk = 96", "bk = 0"), "expected a positive integer, got '0'"),
+        (INI.replace("bk = 96", "bk = 1234567890"), "expected a positive integer, got '1234567890'"),
         (INI.replace("bk = 96", "bk = " + "9" * 5000), "expected a positive integer"),
         (INI.replace("bk = 96\n", ""), r"Kernels_0\.bk: expected a positive integer, got nothing"),
         (INI + INI.replace("_", "_x").replace("bk = 96", "bk = 48"), "in another section"),

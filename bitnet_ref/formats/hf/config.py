@@ -289,7 +289,7 @@ def _rope(raw: Mapping[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
     rope_type = params.get("rope_type", params.get("type", "default"))
     theta = theta if params.get("rope_theta") is None else params["rope_theta"]
     partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial not in (None, 1):
         raise ConfigError(f"partial rotary embedding ({partial!r}) is not supported", field="partial_rotary_factor")
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         message = f"RoPE type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"

@@ -78,7 +78,6 @@ class OnnxCheckpoint(Checkpoint):
         node, rows = self._node(self.names, name)
         shape = linear_shape(self.config, name)
         matrix = self.constants.matrix(node)
-        self.taken.add(node.name)
         matrix = self._matrix(name, matrix if rows is None else self._rows(name, matrix, rows), shape)
         bias = self._bias(self.names, name, node, rows, shape[0])
         if not is_ternary(self.config, name):
