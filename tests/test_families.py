@@ -82,7 +82,7 @@ def test_float64(case):
         np.testing.assert_allclose(m.embed(expected["tokens"]), expected["embedding64"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(32)
 @pytest.mark.parametrize("backend_name", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", CASES)
 def test_every_path(case, backend_name):
@@ -95,6 +95,7 @@ def test_every_path(case, backend_name):
     assert [(each.path, each.detail) for each in checks if not each.passed] == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_each_op_on_the_references_inputs(case):
     (reference, golden), (candidate, _) = case_of(case), case_of(case, "cython")
@@ -106,7 +107,7 @@ def test_each_op_on_the_references_inputs(case):
         assert any(name.endswith("attn.q_norm.hook_normalized") for name in names)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", CASES)
 def test_a_native_file_is_the_same_model(case, tmp_path):
     m, expected = case_of(case)
@@ -132,7 +133,7 @@ def written() -> list:
     return [pytest.param(case, target, marks=pytest.mark.slow if n % 3 else ()) for n, case, target in pairs]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
 @pytest.mark.parametrize(("case", "target"), written())
 def test_written_files_are_the_same_model(case, target, tmp_path):
@@ -639,7 +640,7 @@ def test_maple_sees_one_key_more_than_llama_cpp(tmp_path, backend_name):
     assert [narrow.config.window_of(layer) for layer in (0, 1)] == [5, None]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [*MIXTURES, "olmo2", "granite"])
 def test_mistakes_of_a_family_are_named(case):
     m, tokens = model(FAMILIES / case), rng(1).integers(0, 80, 24)
@@ -685,6 +686,7 @@ def test_shares_of_experts():
     assert 0 < shares[1, 1] < 1e-37  # exp(-200), but not 0: it stays chosen
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q2_0"])
 def test_a_mixture_in_a_gguf_has_its_experts_in_one_tensor(tmp_path, kind):
     config = replace(
@@ -781,6 +783,7 @@ def test_experts_by_ggmls_rule_give_the_bits_of_the_text(kinds):
         be.feed_forward(x, own, cfg)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "rule"), [("f32", "auto"), ("q8_0", "auto"), ("q2_0", "auto"), ("q8_0", "blocks")])
 def test_a_mixtral_gguf_of_2023_has_a_tensor_for_each_expert(kind, rule, tmp_path):
     new, old = tmp_path / "new.gguf", tmp_path / "old.gguf"

@@ -36,6 +36,7 @@ ROTATED = CASE / "pq2_0-hadamard.gguf"
 KEYS = "prism.hadamard."
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick_emulated
 @pytest.mark.parametrize("name", ["q2_0", "q2_0-legacy128", "pq2_0-hadamard", "ptq1_0-hadamard"])
 def test_golden_files(name, backend_name):

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.quick_emulated
 TOLERANCE = 2e-4
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_float32_logits_and_hidden_states(case, backend_name):
     expected = golden(case)
@@ -32,6 +33,7 @@ def test_float32_logits_and_hidden_states(case, backend_name):
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_logits_of_every_path(case, backend_name):
     """As a prompt and one token at a time, by each way in which the backend computes a pass."""

@@ -121,6 +121,7 @@ def write(page, prompt=PROMPT, **sliders):
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_what_the_page_consists_of(site):
     folder, missing = site
     files = {path.name: path for path in folder.iterdir()}
@@ -194,7 +195,7 @@ def graphs(site, tmp_path_factory):
     return folder
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", BUGS)
 def test_each_button_makes_the_mistake_that_crossval_names(name, graphs):
     m, ids = model("storyteller"), EXPECTED[0]["prompt_ids"][:3] + EXPECTED[0]["token_ids"][:3]
@@ -265,6 +266,7 @@ def texts():
         )
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_the_tokenizer_is_the_packages(browser, address):
     tokenizer = model("storyteller").tokenizer
@@ -284,6 +286,7 @@ def test_the_tokenizer_is_the_packages(browser, address):
     assert len(cases) > 4500
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_the_browsers_tokens_and_integers_equal_numpys(page):
     m = model("storyteller")
@@ -907,6 +910,7 @@ def byte_level_bpe(pattern, ignore_merges):
     return tokenizer.to_str()
 
 
+@pytest.mark.sample(3)
 @needs_chromium
 @pytest.mark.parametrize(
     ("name", "pattern"), [("gpt-2", GPT2), ("llama-bpe", LLAMA3), ("qwen2", QWEN2)], ids=("gpt-2", "llama-3", "qwen2")

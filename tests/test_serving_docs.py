@@ -108,6 +108,7 @@ def test_what_is_installed():
         assert set(re.search(r"(?:bitnet-ref|\.)\[(.*)\]", command)[1].split(",")) <= extras.keys()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("page", "number"), [(page, n) for page in PAGES for n in range(len(blocks(page, "python")))])
 def test_python(page, number, address):
     code = blocks(page, "python")[number].replace("http://127.0.0.1:8000", address)
@@ -138,6 +139,7 @@ def test_settings_can_be_read(tmp_path):
     assert yaml.safe_load(continued)["models"][0]["provider"] == "openai"
 
 
+@pytest.mark.thorough
 def test_every_option_of_the_server_is_explained():
     (table,) = re.findall(r"^## Options\n(.*?)^## ", TEXTS["operating"], re.DOTALL | re.MULTILINE)
     names = {name for param in cli.commands["serve"].params for name in param.opts if name.startswith("--")}

@@ -411,6 +411,7 @@ def html_of_slides():
     return slides
 
 
+@pytest.mark.thorough
 def test_no_slide_has_a_question_and_its_answer():
     asking = 0
     for name, slide in html_of_slides():
@@ -440,6 +441,7 @@ def test_links_of_slides_lead_to_slides():
             assert link.startswith("https://") or link.removesuffix(".html") in pages, (name, link)
 
 
+@pytest.mark.thorough
 def test_slides_cut_no_sentence():
     site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
     for path in (ROOT / "notebooks").glob("*.ipynb"):

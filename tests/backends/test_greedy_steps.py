@@ -288,6 +288,7 @@ def test_a_draw_that_rounding_could_decide_ends_the_steps():
         play_nothing(logits, rules, np.array([[0.4, 1.0]]))
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_largest_of_any_numbers(data):

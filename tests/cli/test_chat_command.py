@@ -92,6 +92,7 @@ def test_a_full_conversation_drops_its_oldest_turns(chat_model):
     assert "[the oldest 2 messages dropped: the context is full]" in shown.stderr
 
 
+@pytest.mark.thorough
 def test_why_an_answer_was_cut(chat_model):
     for args, remark in (
         ((), "[cut: the context is full]"),
@@ -129,6 +130,7 @@ def test_chat_takes_no_words(word, says):
     assert says in result.stderr
 
 
+@pytest.mark.thorough
 def test_answers_are_sampled_as_the_model_recommends(chat_model):
     """Each answer with a seed of its own, which is shown."""
     args = {"model": chat_model, "sampling": ("--seed", 7)}

@@ -61,6 +61,7 @@ def test_similarities_vectors_and_files(tmp_path):
     assert "Zoë".encode() in (tmp_path / "z.jsonl").read_bytes()
 
 
+@pytest.mark.thorough
 def test_prompts(tmp_path):
     m = model("storyteller")
     task = instruction_prompt("Find it")
@@ -88,6 +89,7 @@ def test_prompts(tmp_path):
         published_prompts(folder)
 
 
+@pytest.mark.thorough
 def test_the_length_of_vectors_and_of_texts(tmp_path):
     """As the files of sentence-transformers say it, unless the call does."""
     folder = tmp_path / "m"

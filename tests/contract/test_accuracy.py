@@ -153,6 +153,7 @@ def test_attention(be, reference, in_double, window):
         np.testing.assert_allclose(op(be, q, k, v)[rows], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-dense", "mistral-dense-window8", "rope-yarn"])
 def test_whole_models(backend_name, case):
     tokens = golden(case)["tokens"]

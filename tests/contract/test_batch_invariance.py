@@ -105,6 +105,7 @@ def test_logits_of_the_last_tokens_only(m):
     np.testing.assert_array_equal(rest, some)
 
 
+@pytest.mark.thorough
 @pytest.mark.long_emulated
 def test_any_number_of_threads(backend_name):
     for path in ("storyteller", GOLDEN / "llama-dense"):

@@ -28,7 +28,7 @@ def check_product(be, x_q, w_t):
     np.testing.assert_array_equal(acc, oracle(x_q, w_t))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @given(
     m=st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 65]),
     n=st.integers(1, 70),
@@ -40,6 +40,7 @@ def test_any_shape(be, m, n, k, seed):
     check_product(be, generator.integers(-128, 128, (m, k), dtype=np.int8), random_ternary(generator, n, k))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 256), (3, 1027, 641), (64, 65, 2560), (5, 64, 6912)])
 def test_shapes_of_models(be, m, n, k):
     generator = rng(m, n, k)
@@ -119,6 +120,7 @@ def test_ties_round_half_to_even(be):
     assert x_q[0].tolist() == [127, 0, 2, 2, 4, 0, -2, -2, 126, 126, -126, -126, -127]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("k", [1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 100])
 def test_every_length_of_row(be, k):
     check_activations(be, rng(k).standard_normal((5, k)))
@@ -136,7 +138,7 @@ def test_a_tiny_row_is_scaled_by_the_floor(be):
     assert x_q[0].tolist() == [13, -5, 0]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @given(
     hnp.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.floats(-9e4, 9e4, width=32))
 )

@@ -228,6 +228,7 @@ def test_prefill_and_decoding_are_compared_with_each_other(tmp_path):
     assert _are_the_same(m.config, tmp_path / "short", tmp_path / "wrong") is False
 
 
+@pytest.mark.thorough
 def test_record_writes_a_folder_of_runs(tmp_path):
     result = CliRunner().invoke(cli, ["crossval", "record", str(CASE), str(tmp_path), "--runs", "short,decode"])
     assert result.exit_code == 0, result.output

@@ -58,7 +58,7 @@ def test_every_case_has_its_output_on_a_page():
         assert f"({case.page}.md)" in index
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["silu", "hadamard"])
 def test_a_case_that_is_not_named_is_reported(case, monkeypatch, capsys):
     """The same judge of a copy without a mistake."""

@@ -484,6 +484,7 @@ class NarrowFloats(NarrowBackend):
         return self._narrow(super().compute(name, function, *args))
 
 
+@pytest.mark.thorough
 def test_a_narrow_engine_that_gives_a_token_to_another_expert():
     m, rng = case_of("families/mixtral-groups128"), np.random.default_rng(7)
     notes = []

@@ -33,6 +33,7 @@ def test_draws_that_once_had_no_cause(seed):
     assert drawn_mistakes.outcome(seed, budget_s=120).cause_right
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_correct_engine_has_no_cause(seed):
     assert drawn_mistakes.false_alarm(seed) is None

@@ -218,6 +218,7 @@ def test_an_unknown_engine_or_variant():
     assert crossing.unavailable == "no variant has this name"
 
 
+@pytest.mark.thorough
 @needs_onnx
 def test_an_engine_that_breaks_is_no_agreement(tmp_path):
     """The first job's file is no model, the second's is: the engine's words for the one, a trace of the other."""

@@ -383,6 +383,7 @@ def test_other_tokens_than_the_prompt_s_are_said_first(tmp_path):
     assert [cause.confirmed for cause in found.causes][:1] == [True]
 
 
+@pytest.mark.thorough
 def test_a_trace_that_agrees_has_no_diagnosis(tmp_path):
     found = recorded(tmp_path / "t")
     assert found.agrees

@@ -135,6 +135,7 @@ def test_texts_and_scores_within_a_length():
             tasks._loglikelihood_tokens([(("a", "b"), ids[:3], ids[:count])])
 
 
+@pytest.mark.thorough
 def test_more_texts_than_the_engine_takes(monkeypatch):
     harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
     monkeypatch.setattr(story(), "engine", partial(story().engine, max_batch=2, max_queue=8))

@@ -115,7 +115,7 @@ def put(kind, path, outside):
     kind(path, outside)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_file_of_a_folder(kind, tmp_path):
     """Refused by what reads it, in each use; and nothing of a file outside is in what is written."""

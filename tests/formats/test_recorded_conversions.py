@@ -126,7 +126,7 @@ def record(source: str, target: str, folder: Path) -> dict[str, Any]:
     return {path.name: contents(path) for path in files if path.suffix != ".data"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("source", "target"), CASES)
 def test_a_conversion(source: str, target: str, tmp_path: Path) -> None:
     if target == "onnx":

@@ -67,7 +67,7 @@ def run_in_one_process(kind, first, last, timeout_s):
     return outcomes
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("kind", COUNTS)
 def test_mutants_with_every_backend(kind):
     needs_package(kind)

@@ -156,6 +156,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_overflow_a_stack_is_refused(name, said_of_refused):
     guide, _ = REFUSED[name]

@@ -48,6 +48,7 @@ def test_a_guide_with_a_long_text_is_proven(vocabulary, prover):
     prove(vocabulary, guided_choice=["The rabbit looked at his watch, and hurried on. " * 25])
 
 
+@pytest.mark.thorough
 def test_bad_guides_of_every_kind_are_the_requests_own_error(vocabulary, prover):
     for guide in (
         {"guided_json": {"type": "nothing"}},
@@ -140,6 +141,7 @@ def test_a_forked_child_has_helpers_of_its_own(vocabulary):
     prove(vocabulary, guided_regex="[z][z]+")
 
 
+@pytest.mark.thorough
 def test_two_vocabularies_and_several_threads(vocabulary, prover):
     other, errors = bitnet_ref.load("storychat").vocabulary, []
 

@@ -239,6 +239,7 @@ def test_a_chat_drops_its_oldest_turns_and_keeps_the_system_text(talker):
     assert session.dropped == 0
 
 
+@pytest.mark.thorough
 def test_a_chat_that_slides(talker):
     session = talker.chat(overflow="sinks", window=60, max_tokens=50, ignore_eos=True)
     session.send("Hello")

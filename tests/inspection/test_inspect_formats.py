@@ -72,7 +72,7 @@ def changed(path, source, values=None, drop=(), data=None, types=None):
 # -- what it says of good files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_format_is_what_load_makes_of_it(formats, target):
     found, model = inspect_model(formats[target]), bitnet_ref.load(formats[target], backend="numpy", threads=1)

@@ -289,6 +289,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", BROKEN)
 def test_names_what_load_refuses(tmp_path, name):
     build, field, words = BROKEN[name]

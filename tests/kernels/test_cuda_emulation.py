@@ -244,6 +244,7 @@ def test_the_other_way_to_switch_stacks(tmp_path, monkeypatch):
     test_a_failed_launch_leaves_nothing_behind(str(path))
 
 
+@pytest.mark.thorough
 def test_warps_and_blocks(file):
     device = EmulatedDevice(order=5)
     x = np.random.default_rng(0).integers(-1000, 1000, 64).astype(np.int32)

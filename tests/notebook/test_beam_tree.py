@@ -79,6 +79,7 @@ def test_heights_cross_nowhere(tree):
             assert min(below) <= ys[index] <= max(below), node
 
 
+@pytest.mark.thorough
 def test_the_figure_draws_every_node(tree):
     pytest.importorskip("matplotlib")
     assert len(tree.plot(cut=None).axes[0].lines) == len(tree.nodes)

@@ -440,6 +440,7 @@ def test_workers_that_do_not_start_again(monkeypatch):
             list(workers.map(kill_workers, [b"line"]))
 
 
+@pytest.mark.thorough
 def test_unknown_fields(tmp_path, caplog):
     """Lines with one are errors, or with `warn` the answers of lines without it; then one warning is logged."""
     lines = [

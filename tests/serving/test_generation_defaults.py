@@ -176,6 +176,7 @@ def test_batch(folder, story, tmp_path):
         assert answer["choices"][0]["message"]["content"] == reply_to_hello(story, **expected)
 
 
+@pytest.mark.thorough
 def test_generate_in_the_shell(folder, story):
     args = ("generate", PROMPT, "--max-tokens", 12, "--model", folder, *FAST)
     facts = invoke_json(*args)

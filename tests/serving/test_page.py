@@ -221,6 +221,7 @@ def test_durations():
     assert done.stdout.splitlines() == ["500 ms", "1.0 s", "59.9 s", "1 min 40 s", "2 min 0 s", "2 min 5 s"]
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_completion_and_what_a_token_might_have_been(open_page):
     page = open_page()

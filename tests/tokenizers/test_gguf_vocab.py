@@ -112,6 +112,7 @@ def test_what_they_say_of_themselves(pairs: dict[str, tuple[Tokenizer, Tokenizer
         assert after.token_bytes(token) == before.token_bytes(token)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_ids_and_texts(pairs: dict[str, tuple[Tokenizer, Tokenizer]], kind: str) -> None:
     before, after = pairs[kind]
@@ -256,6 +257,7 @@ def test_tokens_numbered_where_the_library_would_not() -> None:
     assert tokenizer.vocab_size == 3 + len(tokens)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pre", PRES)
 def test_a_long_run_of_blanks_is_no_long_search(pre: str) -> None:
     tokenizer = load_tokenizer_files(byte_level(pre))
@@ -403,6 +405,7 @@ def generation_of(**values: Any) -> dict[str, Any]:
     return json.loads(tokenizer_files_from_gguf(LLAMA | keys)["generation_config.json"])
 
 
+@pytest.mark.thorough
 def test_the_sampling_goes_along() -> None:
     """A float32 is its shortest decimal; a whole number stays one; what is no finite number says nothing."""
     numbers = {"temp": np.float32(0.6), "top_k": np.uint32(40), "top_p": np.float32(0.95)}

@@ -122,7 +122,7 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_too_much_is_stopped(name: str) -> None:
     source, message = TOO_MUCH[name]
@@ -248,6 +248,7 @@ def names_of(classes: dict[str, str]) -> set[str]:
     return {name for names in classes.values() for name in names.split()}
 
 
+@pytest.mark.thorough
 def test_the_list_of_what_a_value_can_do_is_complete() -> None:
     for kind, classes in METHODS_ALLOWED.items():
         assert METHODS[kind] == names_of(classes)

@@ -53,6 +53,7 @@ def test_pushes_and_flush_equal_decode(
     assert "".join(parts) + rest == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(fractions=FRACTIONS)
 def test_sentencepiece_decode_is_the_librarys(storyteller: SentencePieceTokenizer, fractions: Any) -> None:
@@ -61,6 +62,7 @@ def test_sentencepiece_decode_is_the_librarys(storyteller: SentencePieceTokenize
     assert storyteller.decode(ids) == storyteller._processor.decode(ids)
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

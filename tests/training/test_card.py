@@ -55,7 +55,7 @@ def assert_equal_steps(on_card, on_host, tokens):
     np.testing.assert_array_equal(on_card.logits(tokens[0][0]), on_host.logits(tokens[0][0]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mix", [1.0, 0.5])
 @pytest.mark.parametrize("family", MODELS)
 def test_steps(card, family, mix, tmp_path):
@@ -81,6 +81,7 @@ def test_a_teacher(card, tmp_path):
     assert_equal_steps(*pair, golden_of(BITNET)["tokens"][:2, :2, :16])
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_its_checkpoint(card, config, tmp_path):
     class Killed(Exception):
         pass

@@ -94,6 +94,7 @@ def test_the_base_of_an_adapter_is_an_absolute_path(config, tmp_path, monkeypatc
         assert trainer.base == str(DATA / base.replace(":", "/"))
 
 
+@pytest.mark.thorough
 def test_resuming_gives_the_same_bits(config, tmp_path):
     start(config, tmp_path / "whole").run()
 

@@ -29,6 +29,7 @@ def test_several_streams_with_padding_are_one_text(tmp_path):
     assert data.read_text(file) == "one two "
 
 
+@pytest.mark.thorough
 def test_a_small_file_of_a_huge_text_is_refused_before_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "XZ_FREE_BYTES", 1 << 20)
     for streams in (1, 8):

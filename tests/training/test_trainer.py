@@ -53,6 +53,7 @@ def bitnet(request, tmp_path):
     return Trainer.from_folder(folder_of(BITNET, tmp_path / BITNET), backend=request.param)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_masters_of_torch(case, backend, tmp_path):
@@ -115,7 +116,7 @@ def test_threads_and_company_change_no_bit(bitnet):
     assert bitnet.loss(tokens[:1]) == bitnet.loss([tokens[0]])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.skipif(bool(bitnet_ref.available_backends()["cython"]), reason="the extension is not built")
 @pytest.mark.parametrize("family", ["bitnet", "silu", "window", "norms"])
 @pytest.mark.parametrize("simd", ["scalar", None])
@@ -261,6 +262,7 @@ def test_the_types_for_editors_name_every_keyword():
     assert all(each.annotation == TrainerOptions.__annotations__[each.name].__forward_arg__ for each in keywords)
 
 
+@pytest.mark.sample(2)
 def test_training_learns(bitnet):
     """A text that repeats: the loss falls to a fraction."""
     bitnet.schedule = Schedule(lr=5e-3)

@@ -109,7 +109,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("after", "optimizer", "dtype"),
     [(1, "adamw", "float32"), (5, "adamw", "float32"), (11, "adamw", "float32"), (5, "muon", "bfloat16")],
@@ -146,6 +146,7 @@ def test_a_run_without_an_end_ends_from_its_checkpoint(config, tmp_path):
     assert rates == pytest.approx([5e-3 * share for share in expected])
 
 
+@pytest.mark.thorough
 def test_an_interrupt_before_the_last_model_is_written(config, tmp_path, monkeypatch):
     start(config, tmp_path / "whole").run()
     run = start(config, tmp_path / "broken")
@@ -220,6 +221,7 @@ def test_nan_and_leaps_stop_the_run(config, tmp_path):
     assert start(config, tmp_path / "leap", resume=True).step == 40
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("every", "steps"), [(5, [5, 10, 12]), (4, [4, 8, 12]), (0, [12])])
 def test_when_a_run_saves_and_validates(every, steps, config, tmp_path, monkeypatch):
     text = config.read_text().replace("save_every = 4", f"save_every = {every}")
