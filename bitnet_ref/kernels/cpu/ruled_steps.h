@@ -276,9 +276,7 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
                     int32_t x;
                     memcpy(&x, tokens + (size_t)(i / V) * token_bytes + k + part * 32 + g * 4, sizeof x);
                     acc[i] = STEP(ruled_dot)(acc[i], w[i % V], x, RULED_SIGNED(f));
-                }
-                if ((g + 1) % RULED_RUN(f) == 0) {
-                    EACH {
+                    if ((g + 1) % RULED_RUN(f) == 0) {
                         total[i] = STEP(ruled_add)(total[i], acc[i], s[i % V], !f.scaled);
                         acc[i] = (STEP(i32v)){0};
                     }
