@@ -18,7 +18,7 @@ from bitnet_ref.families.block_rule import (
 from bitnet_ref.families.lora import LoraTerm
 from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.reference.weights import DenseWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm
 
 F = np.float32
 TYPES = list(INPUTS)
@@ -136,6 +136,26 @@ def test_inputs_that_have_no_integers_are_refused(bad, kind, words, be):
     w = by_rule(random_blocks("Q4_0" if kind == "Q8_0" else "Q6_K", rng(6), 4, 256))
     with pytest.raises(NumericsError, match=words):
         call(be, "linear", x, prepared(be, w)[0])
+
+
+@pytest.mark.parametrize("kinds", [("Q8_0", "Q4_1"), ("Q6_K", "Q4_K")])
+def test_the_steps_of_a_block_in_one_call_equal_its_ops(kinds, be):
+    if be.name != "cython":
+        pytest.skip("no calls of several steps by ggml's rule")
+    generator = rng(7)
+    gate, up = (be.prepare(by_rule(random_blocks(kind, generator, 35, 512))) for kind in kinds)
+    norm = Norm(generator.standard_normal(512).astype(F), 1e-5)
+    x, residual = generator.standard_normal((70, 512)).astype(F), generator.standard_normal((70, 35)).astype(F)
+    h = be.rms_norm(x, norm)
+    for activation in ("silu", "relu2"):
+        expected = be.gated(*be.linears(h, (gate, up)), activation)
+        np.testing.assert_array_equal(be.kernels.gated_linears(x, gate, up, activation, norm), expected)
+    np.testing.assert_array_equal(be.kernels.linear_add(x, gate, residual, norm), be.add(residual, be.linear(h, gate)))
+    x[67, 3] = np.inf
+    with pytest.raises(NumericsError, match="rms_norm: token 67"):
+        be.kernels.gated_linears(x, gate, up, "silu", norm)
+    with pytest.raises(NumericsError, match="round_inputs: the activation of token 67"):
+        be.kernels.linear_add(x, gate, residual, None)
 
 
 def test_a_matrix_in_16_bits_rounds_its_inputs():

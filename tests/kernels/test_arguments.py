@@ -109,7 +109,8 @@ def good_calls():
         "ruled_forms": {},
         "RuledPanels": ruled,
         "ruled_linears": {
-            "x": floats(M, K), "ws": [_cpu.RuledPanels(**ruled)], "ys": [floats(M, N)], "tape": _cpu.Tape(), **run
+            "x": floats(M, K), "ws": [_cpu.RuledPanels(**ruled)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
+            "norm_weight": floats(K), "eps": 1e-5, "gate": 0, "residual": floats(M, N), **run,
         },
         "dense_linears": {
             "x": floats(M, K), "ws": [floats(N, K)], "ys": [floats(M, N)], "tape": _cpu.Tape(), "blocks": [0], **run
@@ -234,7 +235,6 @@ FREE_SIZES = {
     ("greedy_steps", "ends"), ("greedy_steps", "table"), ("greedy_steps", "full"), ("greedy_steps", "local"),
     ("greedy_steps", "rules"),  # none: no row draws
     ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
-    ("ruled_linears", "x"),
     ("sum_of_squares", "x"), ("draw", "logits"),
 }  # fmt: skip
 OUTPUTS = {

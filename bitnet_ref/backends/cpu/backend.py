@@ -58,7 +58,7 @@ from .extension import (
     layouts_for,
     simd_variants,
 )
-from .kernels import GATES, CpuKernels, Terms, as_floats
+from .kernels import GATES, CpuKernels, FusedWeight, Terms, as_floats
 from .memory import Buffers, HugePages
 from .replay import MAX_TOKENS, KernelBackend, KernelKVCache, RopeRows, view_layer
 from .weights import (
@@ -284,7 +284,7 @@ class CythonBackend(KernelBackend):
         if ws is None or not isinstance(at.cache, KernelKVCache):
             return super().attention_block(x, w, cfg, at)
         *qkv, o_proj = ws
-        ys = self.kernels.bit_linears(x, qkv, w.attn_norm, _terms(w.q_proj, w.k_proj, w.v_proj))
+        ys = self.kernels.linears(x, qkv, w.attn_norm, _terms(w.q_proj, w.k_proj, w.v_proj))
         q, k, v = split_heads(cfg, *ys)  # (N, H, d), (N, G, d), (N, G, d)
         self._append(at.cache, at.layer, at.batch, k, v, at.rope)
         z = self._attend(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer), at.rope)  # (N, H, d)
@@ -331,10 +331,17 @@ class CythonBackend(KernelBackend):
             stacks[layout] = _cpu.ExpertPanels(plain) if alike else None
         return stacks[layout]
 
-    def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
+    def _fusable(self, text: Any, *ws: LinearWeight) -> Sequence[FusedWeight] | None:
         """The weights as panels, of adapted linears those inside, where fused kernels take all; else None, and a block
-        is composed of ops. text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
-        if not self.fuses or text is not None or self.layout == "table":  # tables take few tokens per call
+        is composed of ops. text: of the layer's family; fused kernels compute those of LLaMA and BitNet.
+
+        The last weight takes another input than those before it."""
+        if not self.fuses or text is not None:
+            return None
+        ruled = [w for w in ws if type(w) is RuledPanelWeight and w.bias is None]
+        if len(ruled) == len(ws) and len({WIDTHS[w.inputs] for w in ruled[:-1]}) == 1:
+            return ruled
+        if self.layout == "table":  # tables take few tokens per call
             return None
         inner = [w.linear if isinstance(w, OnLinear) else w for w in ws]
         panels = [w for w in inner if type(w) is PanelWeight and w.layout == self.layout]
@@ -477,9 +484,9 @@ class CythonBackend(KernelBackend):
         for w in ws:
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         if self.layout != "table" or len(x) <= TABLE_TOKENS:
-            return self.kernels.bit_linears(x, ws)
+            return self.kernels.linears(x, ws)
         try:
-            parts = [self.kernels.bit_linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
+            parts = [self.kernels.linears(x[part], ws) for part in _token_parts(len(x), self.layout)]
         except NumericsError:
             self.quantize_activations(x)  # raises the error that numbers the token in x, not in its part
             raise
@@ -513,7 +520,7 @@ class CythonBackend(KernelBackend):
                 matrices = [replace(w.plain().linear, bias=None) for w in same]
                 outputs += self._dense_linears(self.kernels.narrow(x, inputs), matrices)
             else:
-                outputs += self.kernels.ruled_linears(x, [w for w in same if isinstance(w, RuledPanelWeight)])
+                outputs += self.kernels.linears(x, [w for w in same if isinstance(w, RuledPanelWeight)])
         return outputs
 
     def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:

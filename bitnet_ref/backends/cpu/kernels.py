@@ -37,6 +37,7 @@ class Results(Protocol):
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
 
 
+FusedWeight = PanelWeight | RuledPanelWeight
 Terms = list[tuple[Any, NDArray[np.int32] | None] | None] | None
 """Of adapters, for each weight None or what `add_terms` takes: they read the normed x."""
 
@@ -57,36 +58,36 @@ class CpuKernels:
     results: Results
     tape: Any = None  # _cpu.Tape: records every call
 
-    # -- ternary linears: x (N, K), quantised once per call ------------------------------------------------------------
+    # -- linears, ternary or by ggml's rule: x (N, K), quantised once per call -----------------------------------------
 
-    def bit_linears(
-        self, x: Floats, ws: Sequence[PanelWeight], norm: Norm | None = None, terms: Terms = None
+    def linears(
+        self, x: Floats, ws: Sequence[FusedWeight], norm: Norm | None = None, terms: Terms = None
     ) -> tuple[NDArray[np.float32], ...]:
         """rms_norm (if `norm` is given) + linears.   -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
-        self._bit_linears(x, ws, ys, norm, terms)
+        self._linears(x, ws, ys, norm, terms)
         return ys
 
     def gated_linears(
-        self, x: Floats, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None, terms: Terms = None
+        self, x: Floats, gate: FusedWeight, up: FusedWeight, activation: str, norm: Norm | None, terms: Terms = None
     ) -> NDArray[np.float32]:
         """rms_norm + linears + gated: the two products never leave the L1 cache.   -> (N, F)"""
         y = self.results.empty((len(x), gate.out_features))
-        self._bit_linears(x, (gate, up), (y,), norm, terms, gate=GATES[activation])
+        self._linears(x, (gate, up), (y,), norm, terms, gate=GATES[activation])
         return y
 
     def linear_add(
-        self, x: Floats, w: PanelWeight, residual: Floats, norm: Norm | None, terms: Terms = None
+        self, x: Floats, w: FusedWeight, residual: Floats, norm: Norm | None, terms: Terms = None
     ) -> NDArray[np.float32]:
         """rms_norm (if `norm` is given) + linear + add.   residual (N, out) -> (N, out)"""
         y = self.results.empty((len(x), w.out_features))
-        self._bit_linears(x, (w,), (y,), norm, terms, residual=as_floats(residual))
+        self._linears(x, (w,), (y,), norm, terms, residual=as_floats(residual))
         return y
 
-    def _bit_linears(
+    def _linears(
         self,
         x: Floats,
-        ws: Sequence[PanelWeight],
+        ws: Sequence[FusedWeight],
         ys: tuple[NDArray[np.float32], ...],
         norm: Norm | None,
         terms: Terms,
@@ -98,8 +99,12 @@ class CpuKernels:
         if terms is not None:
             fused["terms"] = [each and self._room_for(len(x), *each) for each in terms]
             fused["normed"] = None if norm is None else self.results.empty(x.shape)
-        row = _cpu.bit_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
+        product = _cpu.bit_linears if isinstance(ws[0], PanelWeight) else _cpu.ruled_linears
+        row = product(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
         if row >= 0:
+            for w in ws:
+                if isinstance(w, RuledPanelWeight):  # raises the error that says what is wrong
+                    round_inputs(as_floats(x if norm is None else self.rms_norm(x, norm)), w.inputs)
             raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
 
     def _room_for(self, tokens: int, factors: Any, choice: NDArray[np.int32] | None) -> tuple[Any, ...]:
@@ -113,15 +118,6 @@ class CpuKernels:
         row = _cpu.group_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape)
         if row >= 0:
             raise NumericsError(f"group_matmul: the activation of token {row} holds NaN or Inf")
-        return ys
-
-    def ruled_linears(self, x: Floats, ws: Sequence[RuledPanelWeight]) -> tuple[NDArray[np.float32], ...]:
-        """Linears by ggml's rule without their biases, of equally wide blocks of inputs.   -> (N, out) for each"""
-        ys = tuple([self.results.empty((len(x), w.shape[0])) for w in ws])
-        views = [w.kernel_view for w in ws]
-        if _cpu.ruled_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape) >= 0:
-            for w in ws:
-                round_inputs(as_floats(x), w.inputs)  # raises the error that says what is wrong
         return ys
 
     def narrow(self, x: Floats, dtype: str) -> NDArray[np.float32]:

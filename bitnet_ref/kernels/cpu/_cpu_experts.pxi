@@ -103,6 +103,7 @@ cdef void start_call(expert_call *call, const mixture_call *c, const expert_stac
     if stack.is_ruled:
         r.x, r.M, r.K, r.block, r.apart = x, M, stack.n_in, RULED_FORMS[stack.kind].block, apart
         r.has_sums, r.count, r.first[0], r.chosen, r.threads = False, 0, 0, c.chosen, c.threads
+        r.norm_weight, r.residual, r.gate = NULL, NULL, NO_GATE
         return
     g.x, g.M, g.K, g.shape, g.apart, g.after = x, M, stack.n_in, stack.shape, apart, after
     g.signs, g.order, g.block, g.count, g.first[0] = NULL, NULL, 0, 0, 0
