@@ -48,7 +48,7 @@ def hf_from_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
     if w_t.shape[0] % 4:
         raise ShapeError("hf_from_ternary", expected="a multiple of 4 rows", got=f"{w_t.shape[0]} rows")
     q0, q1, q2, q3 = np.split((w_t + 1).astype(np.uint8), 4, axis=0)
-    plane: NDArray[np.uint8] = q0 | q1 << np.uint8(2) | q2 << np.uint8(4) | q3 << np.uint8(6)
+    plane: NDArray[np.uint8] = np.bitwise_or(q0 | q1 << 2, q2 << 4 | q3 << 6, dtype=np.uint8)
     return plane
 
 

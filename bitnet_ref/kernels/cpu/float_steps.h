@@ -231,7 +231,7 @@ STEP_TARGET static void STEP(dequantize)(const int32_t *acc, size_t n, float w_s
 }
 
 /* g / (1 + e^-g) * up of n vectors of gates, in double, rounded to float32 before the product. Four vectors at a time: the
- * steps of one exponential are a chain. they take 0.51 of the time of one vector at a time (EPYC, Zen 3). */
+ * steps of one exponential are a chain: 0.51 of the time of one vector at a time (EPYC, Zen 3). */
 STEP_INLINE void STEP(silu_times)(const float *gate, const float *up, size_t n, float *y) {
     const STEP(f64v) zero = {0}, one = zero + 1.0;
     STEP(f64v) g[4], e[4];
