@@ -176,7 +176,8 @@ class EngineConfig:
         if given.get("prompt_logprobs") is not None:
             names.add("overflow")  # of the whole prompt
         defaults = {name: value for name, value in self.sampling.items() if name not in names}
-        limit, least = given.get("max_tokens"), defaults.get("min_tokens", 0)
+        limit = next((given[name] for name in given if ALIASES.get(name, name) == "max_tokens"), None)
+        least = defaults.get("min_tokens", 0)
         if isinstance(limit, int) and 0 < limit < least:
             defaults["min_tokens"] = limit
         return {**defaults, **given}

@@ -132,6 +132,7 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
         ({"overflow": "truncate"}, {"max_tokens": 2}, {"overflow": "truncate"}),
         ({"min_tokens": 4}, {"max_tokens": 2}, {"min_tokens": 2}),
         ({"min_tokens": 4}, {"max_tokens": 5}, {"min_tokens": 4}),
+        ({"min_tokens": 4}, {"max_completion_tokens": 2}, {"min_tokens": 2}),
     ],
 )
 def test_a_default_gives_way_to_what_a_request_says(default, given, left):
