@@ -55,13 +55,13 @@ PLACES = {
         const float scale = ⟦w_scale / x_scale → w_scale * x_scale⟧;
         y[i] = (float)acc[i] * scale + ⟦bias[i] → 0.0f⟧;
         y[i] = (float)acc[i] * ⟦scale → -scale⟧;
-        STEP(choose)(⟦negative → ~negative⟧, g, -g)
-        g * STEP(choose)(negative, ⟦e → one⟧, one) / (one + e)
-        one) / (one + ⟦e → one⟧));
+        STEP(choose)((STEP(i64v))(⟦g[k] < zero → zero < g[k]⟧), e[k], one)
+        g[k] < zero), ⟦e[k] → one⟧, one)
+        numerator / (one + ⟦e[k] → one⟧)) * u
         if (⟦!is_silu → is_silu⟧) {
         ⟦gate[i] < 0 → gate[i] < 1⟧ ? 0 : gate[i];
         y[i] = ⟦g * g → g⟧ * up[i];
-        STEP(silu)(g) * ⟦u → g⟧;
+        (one + e[k])) * ⟦u → STEP(narrow)(g[k])⟧;
         first = x[j], second = x[⟦half + j → j⟧];
         y[j] = first * cos[j] - second * ⟦sin[j] → cos[j]⟧;
         y[half + j] = second * cos[j] + ⟦first → second⟧ * sin[j];
