@@ -134,7 +134,8 @@ class OnnxFile:
         values = getattr(tensor, field)
         if len(values) != count:
             raise self.fail(name, f"expected {count} elements for its shape, got {len(values)} in {field}")
-        wide = np.array(values)
+        # Protobuf in pure Python gives lists: without a dtype NumPy makes float64 of those with 1 and 2^63.
+        wide = np.array(values, dtype={"uint64_data": np.uint64, "int32_data": np.int32}.get(field, dtype))
         stored = np.dtype(np.uint16) if dtype.kind not in "iub" and dtype.itemsize == 2 else dtype  # bits of a float
         narrow = wide.astype(stored)
         if wide.dtype.kind in "iu" and not np.array_equal(narrow.astype(wide.dtype), wide):
