@@ -168,16 +168,16 @@ class EngineConfig:
 
     def over_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The given parameters, and those of the defaults that go together with them."""
-        names = {ALIASES.get(name, name) for name in given}
-        if any(given.get(guide) not in (None, ()) for guide in GUIDES):
+        asked = {ALIASES.get(name, name): value for name, value in given.items()}
+        names = set(asked)
+        if any(asked.get(guide) not in (None, ()) for guide in GUIDES):
             names.update(GUIDES)
-        if given.get("num_beams", 1) != 1:
+        if asked.get("num_beams", 1) != 1:
             names.add("speculate")  # which changes no text
-        if given.get("prompt_logprobs") is not None:
+        if asked.get("prompt_logprobs") is not None:
             names.add("overflow")  # of the whole prompt
         defaults = {name: value for name, value in self.sampling.items() if name not in names}
-        limit = next((given[name] for name in given if ALIASES.get(name, name) == "max_tokens"), None)
-        least = defaults.get("min_tokens", 0)
+        limit, least = asked.get("max_tokens"), defaults.get("min_tokens", 0)
         if isinstance(limit, int) and 0 < limit < least:
             defaults["min_tokens"] = limit
         return {**defaults, **given}
