@@ -124,9 +124,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.emulated)
     leave_samples(items)
     part, parts = map(int, config.getoption("part").split("/"))
-    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part]
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
-    config.hook.pytest_deselected(items=others)
+    places = [zlib.crc32(item.nodeid.encode()) % parts for item in items]
+    config.hook.pytest_deselected(items=[item for item, place in zip(items, places, strict=True) if place != part])
+    items[:] = [item for item, place in zip(items, places, strict=True) if place == part]
 
 
 def leave_samples(items):

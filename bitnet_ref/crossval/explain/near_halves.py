@@ -176,7 +176,7 @@ class _FlipSearch:
         )
 
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
-        """One flip, or several alike, of those that are tried at a time, then two together, and so on."""
+        """Tries each step by itself (a flip, or all flips that are alike), then two steps together, and so on."""
         wrong = self.error(run, theirs, name, token)
         size = float(np.linalg.norm(_row_of(name, run.tensors[name], token)))
         enough = max(_RIGHT * wrong, RECORDED_ROUNDING.get(recorded_dtype(theirs[name]), 0.0) * size)
