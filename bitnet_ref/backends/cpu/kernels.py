@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import NumericsError
-from ...families.block_rule import round_inputs
 from ...families.blocks import BlockWeight
 from ...families.moe import MoeConfig
 from ...reference.cache import TokenBatch
@@ -99,13 +98,10 @@ class CpuKernels:
         if terms is not None:
             fused["terms"] = [each and self._room_for(len(x), *each) for each in terms]
             fused["normed"] = None if norm is None else self.results.empty(x.shape)
-        product = _cpu.bit_linears if isinstance(ws[0], PanelWeight) else _cpu.ruled_linears
-        row = product(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
+        row = ws[0].kernel(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
         if row >= 0:
             for w in ws:
-                if isinstance(w, RuledPanelWeight):  # raises the error that says what is wrong
-                    round_inputs(as_floats(x if norm is None else self.rms_norm(x, norm)), w.inputs)
-            raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
+                w.refuse(row, lambda: as_floats(x if norm is None else self.rms_norm(x, norm)))
 
     def _room_for(self, tokens: int, factors: Any, choice: NDArray[np.int32] | None) -> tuple[Any, ...]:
         """A term with the arrays for A x (N, max_r) and B (A x) (N, out)"""

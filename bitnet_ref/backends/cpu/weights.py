@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...families.block_rule import INPUTS, RuledLinear, RuledWeight
+from ...errors import NumericsError
+from ...families.block_rule import INPUTS, RuledLinear, RuledWeight, round_inputs
 from ...families.blocks import INVERSES, BlockIntegers, BlockWeight, block_type
 from ...families.groups import GroupLayout, GroupTernaryWeight
 from ...reference import quantization
@@ -97,6 +98,15 @@ class PanelWeight(TernaryLinear):
     @property
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
+
+    @property
+    def kernel(self) -> Any:
+        """The extension's call that multiplies by several of these."""
+        return _cpu.bit_linears
+
+    def refuse(self, row: int, inputs: Callable[[], Floats]) -> None:
+        """Raise the error of a call that found NaN or Inf in this row of its inputs."""
+        raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
 
     def use(self, several: bool = False) -> StripUse | None:
         """What calls with one token (several: with several tokens) have needed of it; None without strips."""
@@ -217,6 +227,15 @@ class RuledPanelWeight(RuledLinear):
     @property
     def inputs(self) -> str:
         return INPUTS[self.block_type]
+
+    @property
+    def kernel(self) -> Any:
+        """The extension's call that multiplies by several of these."""
+        return _cpu.ruled_linears
+
+    def refuse(self, row: int, inputs: Callable[[], Floats]) -> None:
+        """Raise the error of a call that found such a row of its inputs, if this weight cannot take it."""
+        round_inputs(inputs(), self.inputs)
 
     @property
     def shape(self) -> tuple[int, int]:
