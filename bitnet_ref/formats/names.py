@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from pathlib import Path
 
+from ..errors import ConfigError, describe
 from ..families import FAMILIES, family_of, family_table
 from ..families.family import PartNames
 from ..families.llama import NAMES as LLAMA_NAMES
@@ -41,6 +43,12 @@ def is_simple_pattern(pattern: str) -> bool:
     except re.error:
         return False
     return True
+
+
+def pattern_error(pattern: str, field: str, path: Path | None = None) -> ConfigError:
+    """The error for a pattern of modules' names that is not simple."""
+    message = f"expected names of modules, or simple patterns of them, got {describe(pattern)}: others are refused"
+    return ConfigError(message, path=path, field=field)
 
 
 @family_table

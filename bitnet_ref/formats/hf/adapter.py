@@ -25,7 +25,7 @@ from ...system.json_file import is_present, read_json_object
 from ...system.sharing import folder_of
 from ..binary_file import find_not_finite
 from ..checkpoint import linear_shape
-from ..names import HF_PREFIXES, is_simple_pattern
+from ..names import HF_PREFIXES, is_simple_pattern, pattern_error
 from ..places import linear_place
 from ..safetensors import SafetensorsFile
 from .config_keys import is_off
@@ -265,5 +265,4 @@ class _Values:
     def _compile(self, pattern: str) -> re.Pattern[str]:
         if is_simple_pattern(pattern):
             return re.compile(rf"(?:.*\.)?(?:{pattern})$")
-        message = f"expected names of modules, or simple patterns of them, got {describe(pattern)}: others are refused"
-        raise ConfigError(message, path=self.path, field=self.pattern_key)
+        raise pattern_error(pattern, self.pattern_key, self.path)

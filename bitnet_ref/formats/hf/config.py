@@ -19,7 +19,7 @@ from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
 from ..checkpoint import is_ternary
-from ..names import is_simple_pattern
+from ..names import is_simple_pattern, pattern_error
 from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
 from .packings import check_awq
 from .wrappers import hf_form, hf_forms, text_part
@@ -266,8 +266,7 @@ def _quantization(raw: Any, doubts: list[Doubt]) -> QuantizationConfig | None:
         raise ConfigError(f"expected a list of names, got {skipped!r}", field=f"{field}.modules_to_not_convert")
     for name in skipped:
         if not is_simple_pattern(name) and not re.fullmatch(r"[\w.*?\[\]-]+", name):
-            message = f"expected names of modules, or simple patterns of them, got {describe(name)}: others are refused"
-            raise ConfigError(message, field=f"{field}.modules_to_not_convert")
+            raise pattern_error(name, f"{field}.modules_to_not_convert")
     keys = ("linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps")
     unread = [key for key in raw if key not in (*keys, "quant_method", "modules_to_not_convert")]
     unread = [key for key in unread if not key.startswith("_") and not is_off(raw[key])]
