@@ -362,6 +362,7 @@ def read_text(path: Path) -> str:
 PARSERS: dict[str, Callable[..., Any]] = {
     "devices": read_numbers,
     "gpu_layers": _read_layers,
+    "memory_limit": read_bytes,
     "logit_bias": _read_biases,
     "speculate": _read_drafter,
     "guided_json": _read_content,

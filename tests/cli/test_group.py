@@ -184,6 +184,21 @@ def test_errors_are_one_message(args, code, words):
 
 
 @pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("--memory-limit", "zz", "expected bytes, or a text like '8GiB', got 'zz'"),
+        ("--gpu-layers", "zz", "expected a number of layers, or all, got 'zz'"),
+        ("--devices", "zz", "expected whole numbers like 0,1,5, got 'zz'"),
+        ("--logit-bias", "262", "expected ID=BIAS like 262=-5, got '262'"),
+    ],
+)
+def test_values_that_are_no_values_are_errors_of_usage(flag, value, expected):
+    result = invoke("generate", "x", flag, value)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"Error: Invalid value for '{flag}': {expected}" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
     "args",
     [
         ("train", "x.toml", "--out"),
