@@ -422,7 +422,12 @@ def verify(receipt: Path, model: str | None, trace: str | None, python: str | No
 @click.argument("models", nargs=-1, required=True)
 @click.option("--engine", "engines", multiple=True, help='"backends", one backend, or an engine; may be repeated.')
 @click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="The interpreter that has the engine.")
-@click.option("--out", type=_OUTPUT, required=True, help="The table: .md or .html. Receipts are in a folder beside it.")
+@click.option(
+    "--out",
+    type=OutputFile(".md", ".html"),
+    required=True,
+    help="The table: .md or .html. Receipts are in a folder beside it.",
+)
 @worker_options
 @common_options
 def matrix(

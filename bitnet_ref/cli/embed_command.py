@@ -40,7 +40,9 @@ BATCH = 32  # texts between two reports of progress
 @click.command(cls=SectionedCommand, short_help="Turn texts into vectors.")
 @click.argument("texts", nargs=-1)
 @click.option("--file", "file", type=INPUT_FILE, help="Texts, one for each line.")
-@click.option("--out", type=OutputFile(), help="Write the vectors there: .npy, or .jsonl with the texts.")
+@click.option(
+    "--out", type=OutputFile(".npy", ".jsonl"), help="Write the vectors there: .npy, or .jsonl with the texts."
+)
 @click.option("--instruct", metavar="TASK", help='Put "Instruct: TASK\\nQuery:" before each text (queries, Qwen3).')
 @click.option("--prompt", metavar="TEXT", help="Put TEXT before each text. Default: the model's default prompt.")
 @click.option("--prompt-name", metavar="NAME", help="Put the model's own prompt of that name before each text.")
@@ -72,8 +74,6 @@ def embed(
         raise click.UsageError("no texts: give some, or --file")
     if sum(each is not None for each in (instruct, prompt, prompt_name)) > 1:
         raise click.UsageError("--instruct, --prompt and --prompt-name exclude each other")
-    if out is not None and out.suffix not in (".npy", ".jsonl"):
-        raise click.UsageError(f"--out: expected a name that ends in .npy or .jsonl, got {out.name}")
     warn_of_names_among(texts)
     count, address = pop_workers(options)
     opener = model_opener(options, count)

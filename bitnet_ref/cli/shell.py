@@ -508,11 +508,20 @@ class OutputPath(click.Path):
 
 
 class OutputFile(OutputPath):
-    """A file to be written. That it can be is checked before the work begins.   -> Path"""
+    """A file to be written. That it can be is checked before the work begins.   -> Path
+
+    endings: those that its name may have, if these decide what is written.
+    """
+
+    def __init__(self, *endings: str) -> None:
+        super().__init__()
+        self.endings = endings
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         check_no_blank(self, value, param, ctx)
         path = Path(value)
+        if self.endings and path.suffix not in self.endings:
+            self.fail(f"expected a name that ends in {' or '.join(self.endings)}, got {path.name}", param, ctx)
         try:
             check_target(path)
         except StorageError as error:

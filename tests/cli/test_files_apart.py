@@ -15,9 +15,9 @@ def spellings(path):
     """The file by other names."""
     folder = path.parent
     (folder / "a").mkdir()
-    os.symlink(path, folder / "symbolic")
-    os.link(path, folder / "hard")
-    return [path, folder / "a" / ".." / path.name, folder / "symbolic", folder / "hard"]
+    os.symlink(path, symbolic := folder / f"symbolic{path.suffix}")
+    os.link(path, hard := folder / f"hard{path.suffix}")
+    return [path, folder / "a" / ".." / path.name, symbolic, hard]
 
 
 # What is read, and the command line without it: {source} and {target} stand for the same file.

@@ -237,6 +237,17 @@ def test_targets_are_checked_before_any_work(args, tmp_path):
         assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "endings"), [(("embed", "x"), ".npy or .jsonl"), (("crossval", "matrix", "no/such/model"), ".md or .html")]
+)
+def test_a_file_whose_ending_says_nothing_is_refused(args, endings, tmp_path):
+    for name in ("m.txt", "m", "m.HTML"):
+        result = invoke(*args, "--out", tmp_path / name)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"expected a name that ends in {endings}, got {name}" in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 @pytest.mark.parametrize("args", [["--help"], ["list", "--json"]], ids=" ".join)
 def test_a_full_disk_behind_stdout(args):
