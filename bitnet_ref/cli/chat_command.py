@@ -60,7 +60,7 @@ def chat(system: str | None, **options: Any) -> None:
     params = choose_params(model, select_given(options), defaults)
     session = model.chat(system, **params)
     session.how_to_reset = f"{RESET} starts a new one"
-    seeds = itertools.count(params["seed"]) if "seed" in params else iter(())
+    seeds = (seed % 2**64 for seed in itertools.count(params["seed"])) if "seed" in params else iter(())
     if wants_json():
         answer_lines(session, seeds)
     else:

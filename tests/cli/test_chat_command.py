@@ -123,6 +123,11 @@ def test_an_answer_that_repeats_itself_is_stopped():
     assert repeats_itself(poem * 2)
 
 
+def test_the_seed_after_the_largest_is_0(chat_model):
+    answers = chat_lines("Hello", "Hello", model=chat_model, sampling=("--seed", 2**64 - 1))
+    assert [answer["seed"] for answer in answers] == [2**64 - 1, 0]
+
+
 @pytest.mark.parametrize(("word", "says"), [("storychat", "--model storychat"), ("Hello", "then type your message")])
 def test_chat_takes_no_words(word, says):
     result = invoke("chat", word)
