@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits, all_finite
-from ..errors import GenerationError, NumericsError
+from ..errors import GenerationError, NumericsError, describe
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from .sampling import TOKENS_AT_A_TIME, log_probability
 
@@ -48,7 +48,12 @@ def score(model: LoadedModel, prompt: str | TokenIds, continuations: Sequence[st
     stem = prompt.rstrip(" ")
     ids = model.tokenizer.encode(stem)
     texts = model.tokenizer.encode_batch([prompt + str(each) for each in continuations])
-    return score_groups(model, [(ids, [text[len(ids) :] for text in texts])])[0]
+    rests = [text[len(ids) :] for text in texts]
+    for continuation, rest in zip(continuations, rests, strict=True):
+        if not rest:
+            message = f"{describe(continuation)} adds no token to those of the prompt"
+            raise GenerationError(f"score: {message}; end the prompt between two tokens, or give token ids")
+    return score_groups(model, [(ids, rests)])[0]
 
 
 def score_groups(model: LoadedModel, groups: Sequence[tuple[Any, Sequence[Any]]]) -> list[list[Score]]:

@@ -68,6 +68,9 @@ def test_what_is_refused():
     for prompt, endings in (("a", "b"), ("a", [[5]]), ([5], ["a"]), ([], [[5]]), ([5], [[]]), ([5], [[10**6]])):
         with pytest.raises(GenerationError):
             story.score(prompt, endings)
+    for prompt, ending in (("Once upon a t", "ime"), ("Once", "")):  # " time" is one token, as " t" is
+        with pytest.raises(GenerationError, match=f"'{ending}' adds no token to those of the prompt"):
+            story.score(prompt, [" day", ending])
     length = story.context_length
     assert story.score([5] * length, [[6]])[0].logprobs.shape == (1,)  # the last token need not be read
     with pytest.raises(GenerationError, match="context"):
