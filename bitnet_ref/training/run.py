@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import time
 import warnings
 from collections import deque
@@ -249,6 +250,7 @@ class TrainingRun:
         if checkpoint.exists():
             self._read_checkpoint(checkpoint)
         self._cut_metrics()
+        self._cut_samples()
 
     @property
     def _adapter(self) -> dict[str, Any]:
@@ -472,6 +474,18 @@ class TrainingRun:
         rows = [row for row in rows if not row[0].isdecimal() or float(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
+
+    def _cut_samples(self) -> None:
+        """Drop the samples after the checkpoint: they are drawn again."""
+        path = self.folder / SAMPLES
+        if not path.is_file():
+            return
+        with open_regular(path, FormatError) as file:
+            starts = re.finditer(rb"(?:\A|(?<=\n\n))step (\d{1,13}): ", file.read())
+        later = next((each.start() for each in starts if int(each[1]) > self.step), None)
+        if later is not None:
+            with explain_os_errors(path):
+                os.truncate(path, later)
 
 
 def _is_path(model: str | Path) -> bool:

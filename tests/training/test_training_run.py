@@ -146,6 +146,23 @@ def test_a_run_without_an_end_ends_from_its_checkpoint(config, tmp_path):
     assert rates == pytest.approx([5e-3 * share for share in expected])
 
 
+def test_each_sample_is_there_once_after_resuming(config, tmp_path):
+    words = config.read_text().replace("vocab_size = 64", "vocab_size = 4096")
+    config.write_text(words + f'tokenizer = "{ASSETS / "storyteller"}"\nsample_every = 2\n')
+    start(config, tmp_path / "whole").run()
+    samples = (tmp_path / "whole" / "samples.txt").read_bytes()
+    assert re.findall(rb"^step (\d+): ", samples, re.M) == [b"2", b"4", b"6", b"8", b"10", b"12"]
+
+    def stop(row):
+        if row.step == 7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        start(config, tmp_path / "broken").run(stop)
+    start(config, tmp_path / "broken", resume=True).run()  # from step 4
+    assert (tmp_path / "broken" / "samples.txt").read_bytes() == samples
+
+
 @pytest.mark.thorough
 def test_an_interrupt_before_the_last_model_is_written(config, tmp_path, monkeypatch):
     start(config, tmp_path / "whole").run()
