@@ -568,11 +568,34 @@ BAD_METADATA = {
     "2^32 - 1 blocks": ({f"{ARCH}.block_count": Typed("uint32", 2**32 - 1)}, [], "24 tensors", f"{ARCH}.block_count"),
     "a block too many": ({f"{ARCH}.block_count": Typed("uint32", 3)}, [], "says 3 blocks", f"{ARCH}.block_count"),
     "text": ({f"{ARCH}.context_length": Typed("string", "x")}, [], "got 'x'", f"{ARCH}.context_length"),
-    "per layer": (
-        {f"{ARCH}.attention.head_count": Typed("[uint32]", [4, 4])},
+    **{
+        f"{name} per layer": (
+            {f"{ARCH}.attention.head_count": Typed(kind, value)},
+            [],
+            "whole number",
+            f"{ARCH}.attention.head_count",
+        )
+        for name, kind, value in (
+            ("other values", "[uint32]", [4, 2]),
+            ("0", "[uint32]", [0, 0]),
+            ("texts", "[string]", ["4", "4"]),
+            ("true", "[bool]", [True, True]),
+            ("too few values", "[uint32]", [4]),
+            ("too many values", "[uint32]", [4, 4, 4]),
+            ("no value", "[uint32]", []),
+        )
+    },
+    "an array of numbers of blocks": (
+        {f"{ARCH}.block_count": Typed("[uint32]", [2, 2])},
         [],
         "whole number",
-        f"{ARCH}.attention.head_count",
+        f"{ARCH}.block_count",
+    ),
+    "other eps per layer": (
+        {f"{ARCH}.attention.layer_norm_rms_epsilon": Typed("[float32]", [1e-5, 1e-6])},
+        [],
+        "expected a number",
+        f"{ARCH}.attention.layer_norm_rms_epsilon",
     ),
     "poolings": (
         {f"{ARCH}.pooling_type": Typed("[uint32]", [1, 3])},
@@ -647,6 +670,16 @@ def keys_with(tmp_path, source=GGUF / "tq2_0.gguf", arch=ARCH, drop=(), tensors=
     """The configuration of a file with these keys of its architecture; `kind__key` with __ for a dot."""
     typed = {f"{arch}.{key.replace('__', '.')}": Typed(*value) for key, value in values.items()}
     return bitnet_ref.read_config(changed(tmp_path / "x.gguf", source, typed, drop, tensors))
+
+
+def test_equal_values_per_layer_are_that_value(tmp_path):
+    """As llama.cpp's converter writes them for some architectures."""
+    one = bitnet_ref.read_config(GGUF / "tq2_0.gguf")
+    sizes = {"feed_forward_length": one.intermediate_size, "attention__head_count": one.num_attention_heads}
+    sizes |= {"attention__head_count_kv": one.num_key_value_heads}
+    arrays = {key: ("[uint32]", [size] * one.num_hidden_layers) for key, size in sizes.items()}
+    arrays["attention__layer_norm_rms_epsilon"] = ("[float32]", [one.norm_eps] * one.num_hidden_layers)
+    assert keys_with(tmp_path, **arrays) == one
 
 
 @pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (2, None), (4, None)])

@@ -86,8 +86,15 @@ class _Keys:
             raise self.fail(f"{self.arch}.{key}", f"expected a string, got {value!r}")
         return value
 
+    def _get_one(self, key: str, default: Any) -> Any:
+        """The value of a key; of an array with a value for each layer, as llama.cpp writes some, the one value."""
+        value, layers = self.get(key, default), self.get("block_count")
+        if isinstance(value, np.ndarray) and isinstance(layers, int) and len(value) == layers > 0:
+            return value[0].item() if (value == value[0]).all() else value
+        return value
+
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
+        value = self._get_one(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             got = "it is absent" if value is None else f"got {value!r}"
             raise self.fail(f"{self.arch}.{key}", f"expected a whole number above zero; {got}")
@@ -102,7 +109,7 @@ class _Keys:
         return [bool(each) for each in values[:layers]]
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
+        value = self._get_one(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             got = "it is absent" if value is None else f"got {value!r}"
             raise self.fail(f"{self.arch}.{key}", f"expected a number; {got}")
