@@ -89,6 +89,7 @@ class ChatSession:
         self.model, self.params = model, params
         check_streamable(SamplingParams.of(**params))
         if model.tokenizer.chat_template is None:
+            model.tokenizer.check_default_template()
             raise GenerationError(
                 "this model has no chat template: it is a base model, which continues texts and was not trained to "
                 'hold a conversation. Use: bitnet-ref generate "..."'

@@ -155,7 +155,7 @@ class Tokenizer(ABC):
     @property
     def chat_template(self) -> str | None:
         """The Jinja source that `apply_chat_template` uses: the files' own, or 2B-4T's for its family, or None."""
-        if self._settings.chat_template is not None:
+        if self._settings.chat_template is not None or self._settings.template_names:
             return self._settings.chat_template
         return BITNET_2B4T_TEMPLATE if self.token_to_id(END_OF_TURN) is not None else None
 
@@ -163,6 +163,13 @@ class Tokenizer(ABC):
         """The template of a conversation: with tools the one named "tool_use", where the files have one."""
         named = self._settings.tool_template if with_tools else None
         return self.chat_template if named is None else named
+
+    def check_default_template(self) -> None:
+        """Raise TokenizerError where the files name chat templates, but none is the default one."""
+        if self.chat_template is None and self._settings.template_names:
+            names = ", ".join(sorted(self._settings.template_names))[:200]
+            message = f"none of the templates is named 'default': {names}"
+            raise TokenizerError(message, path=self._settings.path, field="chat_template")
 
     @lazy_property
     def digest(self) -> str:
@@ -242,6 +249,7 @@ class Tokenizer(ABC):
         own = self.template_for(with_tools=bool(tools)), self._settings.path
         source, path = own if chat_template is None else (chat_template, None)
         if source is None:
+            self.check_default_template()
             raise TokenizerError(
                 "this tokenizer has no chat template, which says how the model expects a conversation: "
                 "write the prompt yourself and use encode(), or put a chat_template.jinja beside the tokenizer",

@@ -64,6 +64,7 @@ class TokenizerSettings:
     listed: frozenset[str] = frozenset()  # special tokens in a list, which tokenizer.json may call not special
     chat_template: str | None = None
     tool_template: str | None = None  # the one named "tool_use": of conversations with tools
+    template_names: tuple[str, ...] = ()  # of the templates in tokenizer_config.json
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # see `Tokenizer.recommended_sampling`
     bad_words: tuple[tuple[int, ...], ...] = ()  # generation_config.json's bad_words_ids
     path: str | None = field(default=None, compare=False)  # the folder, for messages
@@ -111,6 +112,8 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
     tables = {name: files.json_object(name) for name in ("generation_config.json", "config.json")}
     bos_ids, pad_ids, eos_ids = (_config_ids(files, tables, f"{name}_token_id") for name in ("bos", "pad", "eos"))
     stated = {} if _TEMPLATE in files else config  # that file replaces all templates of the other, as in transformers
+    with errors_at(files.path(_CONFIG)):
+        templates = _templates(stated.get("chat_template"))
     return TokenizerSettings(
         **named,
         add_bos=flags["add_bos_token"],
@@ -123,8 +126,9 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         added_tokens=tuple(added.values()),
         flags_count="added_tokens_decoder" in config,
         listed=frozenset(listed),
-        chat_template=_template(files, stated, _TEMPLATE, "default"),
-        tool_template=_template(files, stated, TOOL_TEMPLATE, "tool_use"),
+        chat_template=_template(files, _TEMPLATE, templates.get("default")),
+        tool_template=_template(files, TOOL_TEMPLATE, templates.get("tool_use")),
+        template_names=tuple(templates),
         sampling=_sampling(tables["generation_config.json"]),
         bad_words=_bad_words(files, tables["generation_config.json"]),
         path=str(files.root),
@@ -210,27 +214,21 @@ def _bad_words(files: TokenizerFiles, generation: Mapping[str, Any]) -> tuple[tu
     return tuple(words)
 
 
-def _template(files: TokenizerFiles, config: Mapping[str, Any], name: str, title: str) -> str | None:
-    """The template in the file `name`, else that of this title in tokenizer_config.json: a list of named ones, or a
-    string, which is the default one."""
+def _template(files: TokenizerFiles, name: str, stated: Any) -> str | None:
+    """The template in the file `name`, else what tokenizer_config.json states."""
     if name in files:
         return decode_text(files.read(name, MAX_CONFIG_BYTES), TokenizerError, files.path(name))
+    if stated is None:
+        return None
     with errors_at(files.path(_CONFIG)):
-        value = config.get("chat_template")
-        if isinstance(value, list):
-            templates = _named_templates(value)
-            value = templates.get(title)
-            if value is None and templates and title == "default":
-                names = ", ".join(sorted(templates))[:200]
-                raise TokenizerError(f"none of the templates is named 'default': {names}", field="chat_template")
-        elif title != "default":
-            return None
-        if value is not None:
-            check_type(value, str, "chat_template", "a string, or a list of {name, template}")
-        return value
+        text: str = check_type(stated, str, "chat_template", "a string, or a list of {name, template}")
+        return text
 
 
-def _named_templates(value: list[Any]) -> dict[str, Any]:
+def _templates(value: Any) -> dict[str, Any]:
+    """The templates of tokenizer_config.json by name: those of a list, or a string, which is the default one."""
+    if not isinstance(value, list):
+        return {} if value is None else {"default": value}
     templates: dict[str, Any] = {}
     for n, entry in enumerate(value):
         where = f"chat_template[{n}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import bitnet_ref.errors
+from bitnet_ref import load
 from bitnet_ref.errors import TokenizerError, describe
 from bitnet_ref.system.json_file import read_bounded
 from bitnet_ref.tokenizers import TokenizerSettings, load_tokenizer, read_settings
@@ -144,6 +146,7 @@ def test_all_settings_of_a_folder(make_folder: Maker) -> None:
         ),
         chat_template="d",
         tool_template="t",
+        template_names=("tool_use", "default"),
         bad_words=((3,), (4, 5)),
     )
     assert read_settings(folder).path == str(folder)
@@ -256,6 +259,23 @@ def test_the_template_for_tools_among_several(make_folder: Maker) -> None:
     assert (caught.value.path, caught.value.offset) == (str(folder / TOOL_TEMPLATE), 3)
 
 
+@pytest.mark.parametrize("names", [["rag"], ["tool_use", "rag"]])
+def test_templates_without_a_default_one_matter_to_chats_alone(make_folder: Maker, names: list[str]) -> None:
+    shutil.copytree(STORYTELLER, folder := make_folder({}), dirs_exist_ok=True)
+    templates = [{"name": name, "template": name} for name in names]
+    make_folder({"tokenizer_config.json": {"chat_template": templates}})
+    model = load(folder, backend="numpy")
+    assert model.generate("Once", max_tokens=1).token_ids
+    messages, message = [{"role": "user", "content": "Hi"}], f"named 'default': {', '.join(sorted(names))}"
+    for talk in (lambda: model.chat(), lambda: model.tokenizer.apply_chat_template(messages)):
+        with pytest.raises(TokenizerError, match=message) as caught:
+            talk()
+        assert (caught.value.path, caught.value.field) == (str(folder), "chat_template")
+    assert model.tokenizer.apply_chat_template(messages, chat_template="own") == "own"
+    if "tool_use" in names:
+        assert model.tokenizer.apply_chat_template(messages, tools=[{"type": "function"}]) == "tool_use"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -277,7 +297,7 @@ def test_the_template_for_tools_among_several(make_folder: Maker) -> None:
         ("tokenizer_config.json", {"add_prefix_space": 0}, "add_prefix_space: expected true or false, got 0"),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template: expected a string"),
         ("tokenizer_config.json", {"chat_template": "\ud800"}, "lone surrogate"),
-        ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "x"}]}, "named 'default': rag"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": 5}]}, "expected a string"),
         ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}, r"chat_template\[0\]\.name"),
         ("tokenizer_config.json", {"chat_template": ["x"]}, r"chat_template\[0\]: expected an object with 'name'"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "expected a token id as the key"),
