@@ -102,6 +102,7 @@ class CpuKernels:
         if row >= 0:
             for w in ws:
                 w.refuse(row, lambda: as_floats(x if norm is None else self.rms_norm(x, norm)))
+            raise NumericsError(f"linears: the kernel cannot take the activation of token {row}")
 
     def _room_for(self, tokens: int, factors: Any, choice: NDArray[np.int32] | None) -> tuple[Any, ...]:
         """A term with the arrays for A x (N, max_r) and B (A x) (N, out)"""
