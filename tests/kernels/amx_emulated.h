@@ -122,6 +122,7 @@ static void amx_dot_bf16(int sum, int a, int b) {
 }
 
 #define AMX_LOAD(tile, base, stride) amx_load(tile, base, stride)
+#define AMX_LOAD_ONCE(tile, base, stride) amx_load(tile, base, stride)
 #define AMX_STORE(tile, base, stride) amx_store(tile, base, stride)
 #define AMX_ZERO(tile) amx_zero(tile)
 #define AMX_DOT(sum, a, b) amx_dot(sum, a, b, 0)

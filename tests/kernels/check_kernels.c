@@ -93,6 +93,15 @@ static void check_ternary(const kernel_set *set, const ternary_method *method, s
             const int64_t sum = naive_dot(packed + r * row_bytes, x + m * wide, K);
             if (acc[m * rows + r] != sum) fail(set, method->name, M, rows, K);
         }
+    if (kernel->run_tiled) {
+        const size_t bytes = tiled_bytes(n_blocks);
+        uint8_t *tiles = allocate((M + TILED_TOKENS - 1) / TILED_TOKENS * TILED_TOKENS * bytes);
+        int32_t *tiled = allocate(M * rows * sizeof *tiled);
+        for (size_t m = 0; m < M; m++) tile_token(x + m * wide, n_blocks, m, tiles);
+        kernel->run_tiled(panel, n_blocks, (int8_t *)tiles, bytes, M, x_sum, tiled, rows, rows, scratch);
+        must_equal(set, "the product with tokens in tiles", tiled, acc, M * rows * sizeof *acc, M, rows, K);
+        free(tiles), free(tiled);
+    }
     free(packed), free(again), free(panel), free(x), free(expanded), free(x_sum), free(acc), free(scratch);
 }
 

@@ -54,6 +54,9 @@ cdef extern from "kernels.h" nogil:
     const kernel_set *KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
+    const int NO_GATE, RELU2, SILU, TILED_TOKENS
+    size_t tiled_bytes(size_t n_blocks)
+    void tile_token(const int8_t *x, size_t n_blocks, size_t m, uint8_t *tiles)
     const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES, LIST_SLACK
     uint32_t pack_plane_row(const uint8_t *plane, size_t K, uint8_t *packed, size_t quarter_bytes)
     size_t bf16_scratch(size_t N)

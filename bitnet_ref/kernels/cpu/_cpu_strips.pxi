@@ -108,7 +108,7 @@ cdef inline void panel_of_tokens(const linears_call *c, const some_tokens *t, in
                                  float *y, Py_ssize_t y_stride, void *scratch) noexcept nogil:
     """y (tokens, y_stride) = panel p of gate (`which` 0) or up (1) times the tokens, dequantised."""
     cdef Py_ssize_t rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - p * PANEL_ROWS), m
-    c.ternary.run(c.panels[which] + p * t.n_blocks * BLOCK_BYTES, t.n_blocks, t.x, t.x_stride, t.tokens, t.x_sum, acc,
+    c.run(c.panels[which] + p * t.n_blocks * BLOCK_BYTES, t.n_blocks, t.x, t.x_stride, t.tokens, t.x_sum, acc,
                   PANEL_ROWS, rows, scratch)
     for m in range(t.tokens):
         c.chosen.dequantize(acc + m * PANEL_ROWS, rows, c.scales[which], t.x_quant_scale[m],

@@ -146,17 +146,12 @@ cdef class Panels:
 cdef enum:
     MAX_LINEARS = 8  # per call
     TOKENS_PER_STEP = 96  # full tiles of every set: 6 and 32 tokens
+    SHARED_TOKENS = 128  # per thread, from which on AMX's threads divide tokens, not panels: each reads all weights
 
 
 cdef Py_ssize_t tokens_in_l2(Py_ssize_t token_bytes) noexcept nogil:
     """The number of tokens that go through all panels before the next ones: their activations stay in 3/4 of L2."""
     return max(<Py_ssize_t> 1, L2_BYTES * 3 // 4 // (max(<Py_ssize_t> 1, token_bytes) * TOKENS_PER_STEP)) * TOKENS_PER_STEP
-
-
-cdef enum:  # `gate` of a call: the activation's number in backends/cpu/kernels.py
-    NO_GATE
-    RELU2
-    SILU
 
 
 cdef struct linears_call:
@@ -165,8 +160,9 @@ cdef struct linears_call:
     const float *residual  # added to the result of the only matrix, or NULL
     double eps
     Py_ssize_t M, K, method, n_panels, n_bytes  # panels and bytes of all matrices
-    const ternary_kernel *ternary
     const kernel_set *chosen
+    ternary_panel_fn run  # of the method, for x as the call has it
+    bint tiled  # x goes to `run` in tiles (panel.h)
     int threads, gate  # RELU2 or SILU: ys[0] = act(x ws[0]^T) * (x ws[1]^T); else NO_GATE
     const uint8_t *panels[MAX_LINEARS]
     const float *biases[MAX_LINEARS]
@@ -181,6 +177,25 @@ cdef struct linears_call:
     strip_counts *several
 
 
+cdef void choose_run(linears_call *c, const ternary_kernel *kernel) noexcept nogil:
+    """Tiles are for more tokens than those that leave out what meets a zero (strips.h)."""
+    c.tiled = kernel.run_tiled != NULL and c.M > c.chosen.limits.few_tokens
+    c.run = kernel.run_tiled if c.tiled else kernel.run
+
+
+cdef Py_ssize_t tokens_per_block(const linears_call *c, Py_ssize_t token_bytes, int team) noexcept nogil:
+    """The tokens that go through all panels before the next ones do: as many as L2 holds.
+
+    With AMX each thread takes an equal share of a long prompt, and all panels: its tokens are in its L2 already, and
+    stay there from one call to the next.
+    """
+    cdef Py_ssize_t tokens = tokens_in_l2(token_bytes), blocks
+    if not c.tiled or c.M < SHARED_TOKENS * team:
+        return tokens
+    blocks = team * ((c.M + team * tokens - 1) // (team * tokens))
+    return ((c.M + blocks - 1) // blocks + TILED_TOKENS - 1) // TILED_TOKENS * TILED_TOKENS
+
+
 cdef inline void add_term(const linears_call *c, Py_ssize_t i, Py_ssize_t m, Py_ssize_t first, Py_ssize_t rows,
                           float *y) noexcept nogil:
     """Adds matrix i's term of token m, if there is one, to y, its result from row `first` on."""
@@ -189,31 +204,27 @@ cdef inline void add_term(const linears_call *c, Py_ssize_t i, Py_ssize_t m, Py_
 
 
 cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t max_tokens,
-                                const int32_t *x_sum, const float *x_quant_scale, const int8_t *x,
+                                const int32_t *x_sum, const float *x_quant_scale, const int8_t *x, Py_ssize_t n_blocks,
                                 Py_ssize_t x_stride, int32_t *acc, void *scratch) noexcept nogil:
     """Panel p of all matrices, or of both gate and up, times at most max_tokens tokens from `block` on."""
-    cdef Py_ssize_t tokens = min(max_tokens, c.M - block), n_blocks = x_stride // <Py_ssize_t> METHODS[c.method].x_bytes
-    cdef Py_ssize_t i = 0, m, n, rows, both = 1 if c.gate == NO_GATE else 2
-    cdef float y[2][64]  # PANEL_ROWS
-    cdef float *out
+    cdef Py_ssize_t tokens = min(max_tokens, c.M - block), i = 0, n, row
+    cdef panel_results r
     while p >= c.first[i + 1]:
         i = i + 1
     p = p - c.first[i]
-    rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[i] - p * PANEL_ROWS)
-    for n in range(both):
-        c.ternary.run(c.panels[i + n] + p * n_blocks * BLOCK_BYTES, n_blocks, x + block * x_stride, x_stride, tokens,
-                      x_sum + block, acc + n * tokens * PANEL_ROWS, PANEL_ROWS, rows, scratch)
-    for m in range(tokens):
-        out = c.ys[i] + (block + m) * c.n_out[i] + p * PANEL_ROWS
-        for n in range(both):
-            c.chosen.dequantize(acc + (n * tokens + m) * PANEL_ROWS, rows, c.scales[i + n], x_quant_scale[block + m],
-                                c.biases[i + n] + p * PANEL_ROWS if c.biases[i + n] != NULL else NULL,
-                                out if both == 1 else y[n])
-            add_term(c, i + n, block + m, p * PANEL_ROWS, rows, out if both == 1 else y[n])
-        if both == 2:
-            c.chosen.gated(y[0], y[1], rows, c.gate == SILU, out)
-        if c.residual != NULL:
-            add_arrays(c.residual + (out - c.ys[i]), out, rows, out)
+    row = p * PANEL_ROWS
+    r.tokens, r.rows, r.stride, r.gate = tokens, min(<Py_ssize_t> PANEL_ROWS, c.n_out[i] - row), c.n_out[i], c.gate
+    for n in range(1 if c.gate == NO_GATE else 2):
+        r.acc[n] = acc + n * tokens * PANEL_ROWS
+        c.run(c.panels[i + n] + p * n_blocks * BLOCK_BYTES, n_blocks, x + block * x_stride, x_stride, tokens,
+              x_sum + block, acc + n * tokens * PANEL_ROWS, PANEL_ROWS, r.rows, scratch)
+        r.w_scale[n] = c.scales[i + n]
+        r.bias[n] = c.biases[i + n] + row if c.biases[i + n] != NULL else NULL
+        r.term[n] = c.terms[i + n].y + block * r.stride + row if c.terms[i + n].factors != NULL else NULL
+    r.x_scale = x_quant_scale + block
+    r.residual = c.residual + block * r.stride + row if c.residual != NULL else NULL
+    r.y = c.ys[i] + block * r.stride + row
+    c.chosen.finish(&r)
 
 
 cdef inline Py_ssize_t first_item(const linears_call *c, Py_ssize_t part, Py_ssize_t parts, Py_ssize_t block_tokens,
@@ -230,10 +241,12 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef const ternary_method *form = &METHODS[c.method]
     cdef Py_ssize_t M = c.M, K = c.K, m, part, item, n_items, both, bad = OK, done = NOT_COMPUTED
     cdef Py_ssize_t n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k, wide = n_blocks * form.block_k
-    cdef Py_ssize_t x_stride = n_blocks * form.x_bytes, block_tokens = tokens_in_l2(x_stride)
+    cdef Py_ssize_t x_stride = <Py_ssize_t> tiled_bytes(n_blocks) if c.tiled else n_blocks * form.x_bytes
     cdef int steps = 1 + (c.norm_weight != NULL)
     cdef int team = threads_for(M * K * steps, FLOATS_PER_THREAD, c.threads)
     cdef int product_team = threads_for(c.n_bytes * M, PANEL_BYTES_PER_THREAD, c.threads)
+    cdef Py_ssize_t block_tokens = tokens_per_block(c, x_stride, product_team)
+    cdef bint expands = c.tiled or form.expand != NULL
     both = 1 if c.gate == NO_GATE else 2
     n_items = c.n_panels // both
     # Each thread's scratch: a normed row; then that of a kernel, followed by the sums of a panel.
@@ -244,12 +257,12 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef int8_t *x_q = <int8_t *> allocate(M + 1, max(wide, <Py_ssize_t> STRIP_K))  # strips' last vector reads beyond a row
     cdef int32_t *x_sum = <int32_t *> allocate(M, sizeof(int32_t))
     cdef float *x_quant_scale = <float *> allocate(M, sizeof(float))
-    cdef int8_t *expanded = <int8_t *> allocate(M, x_stride) if form.expand != NULL else NULL
+    cdef int8_t *expanded = <int8_t *> allocate(M + TILED_TOKENS if c.tiled else M, x_stride) if expands else NULL
     cdef char *scratch = NULL
     cdef const float *row = NULL
     cdef float *place = NULL
     if (threads_scratch == NULL or x_q == NULL or x_sum == NULL or x_quant_scale == NULL
-            or (form.expand != NULL and expanded == NULL)):
+            or (expands and expanded == NULL)):
         bad = NO_MEMORY
     else:
         with parallel(num_threads=team):
@@ -263,6 +276,8 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                     row = place if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, place) else NULL
                 if row == NULL or not c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + m, x_sum + m):
                     x_quant_scale[m] = 0  # marks a bad row: no scale is 0
+                elif c.tiled:
+                    tile_token(x_q + m * wide, n_blocks, m, <uint8_t *> expanded)
                 elif form.expand != NULL:
                     form.expand(x_q + m * wide, n_blocks, <uint8_t *> expanded + m * x_stride)
         for m in range(M):
@@ -289,7 +304,7 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                                   first_item(c, part + 1, product_team, block_tokens, n_items)):
                     multiply_panel(
                         c, item % n_items, item // n_items * block_tokens, block_tokens, x_sum, x_quant_scale,
-                        x_q if expanded == NULL else expanded, x_stride, <int32_t *> (scratch + kernel_bytes), scratch)
+                        x_q if expanded == NULL else expanded, n_blocks, x_stride, <int32_t *> (scratch + kernel_bytes), scratch)
     free(threads_scratch)
     free(x_q)
     free(expanded)
@@ -364,10 +379,10 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         c.norm_weight = &norm_weight[0]
     if residual is not None:
         c.residual = &residual[0, 0]
-    c.ternary = kernel_for(kernels, c.method, K)
+    choose_run(&c, kernel_for(kernels, c.method, K))
     c.strips, c.one, c.several, w = NULL, NULL, NULL, ws[count - 1]
-    if (METHODS[c.method].expand == NULL and (c.chosen.strip_rows if M == 1 else c.chosen.strip_rows_near) != NULL
-            and (gate == RELU2 or count == 1)):
+    if (METHODS[c.method].expand == NULL and not c.tiled and (gate == RELU2 or count == 1)
+            and (c.chosen.strip_rows if M == 1 else c.chosen.strip_rows_near) != NULL):
         c.strips = w.row_strips if gate == RELU2 else w.column_strips if gate == NO_GATE else NULL
         if c.strips != NULL:
             c.one, c.several = &(<StripCounts> w.counts).one, &(<StripCounts> w.counts).several

@@ -270,6 +270,26 @@ STEP_TARGET static void STEP(gated)(const float *gate, const float *up, size_t n
     }
 }
 
+/* `rows` of each token: a constant where it is called */
+STEP_INLINE void STEP(finish_rows)(const panel_results *r, const size_t rows) {
+    for (size_t m = 0; m < r->tokens; m++) {
+        float y[2][PANEL_ROWS];
+        for (int n = 0; n < 1 + (r->gate != NO_GATE); n++) {
+            STEP(dequantize)(r->acc[n] + m * PANEL_ROWS, rows, r->w_scale[n], r->x_scale[m], r->bias[n], y[n]);
+            for (size_t i = 0; r->term[n] && i < rows; i++) y[n][i] += r->term[n][m * r->stride + i];
+        }
+        if (r->gate != NO_GATE) STEP(gated)(y[0], y[1], rows, r->gate == SILU, y[0]);
+        for (size_t i = 0; r->residual && i < rows; i++) y[0][i] += r->residual[m * r->stride + i];
+        memcpy(r->y + m * r->stride, y[0], rows * sizeof(float));
+    }
+}
+
+/* The results of a panel: after one call per token and step, a tenth of a prompt's time with AMX. */
+STEP_TARGET static void STEP(finish)(const panel_results *r) {
+    if (r->rows == PANEL_ROWS) STEP(finish_rows)(r, PANEL_ROWS);
+    else STEP(finish_rows)(r, r->rows);
+}
+
 /* Rotates the pairs (x[j], x[j + half]) of each head by the token's angles; x (heads, 2 * half), cos and sin (half) */
 STEP_TARGET static void STEP(rope)(const float *x, size_t heads, size_t half, const float *cos, const float *sin,
                                    float *y) {

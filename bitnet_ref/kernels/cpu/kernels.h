@@ -27,6 +27,22 @@ typedef struct {
     float b1, rest1, b2, rest2, v_scale, eps, keep, step_size;
 } adamw_rates;
 
+enum { NO_GATE, RELU2, SILU }; /* activations by their numbers in backends/cpu/kernels.py */
+
+/* The sums of a panel of one matrix, or of gate and up, and what becomes of them: act(gate) * up, or the one, (+ residual),
+ * where a factor is acc * (w_scale / x_scale) (+ bias) (+ term). Arrays begin at the panel's first row. */
+typedef struct {
+    const int32_t *acc[2]; /* (tokens, PANEL_ROWS) */
+    float w_scale[2];
+    const float *bias[2]; /* (rows) or NULL */
+    const float *term[2]; /* of an adapter: (tokens, rows), as residual and y `stride` apart; or NULL */
+    const float *residual;
+    const float *x_scale; /* (tokens) */
+    float *y;
+    size_t tokens, rows, stride;
+    int gate;
+} panel_results;
+
 #define STEP(name) name##_plain
 #define STEP_BYTES 16
 #define STEP_MULADD(a, b, c) ((a) * (b) + (c))
@@ -65,10 +81,11 @@ static const ternary_method METHODS[N_METHODS] = {
 };
 
 /* A set's kernel for a method. run NULL: there is none. The scalar kernel must run for more than max_k columns (0: no
- * limit). */
+ * limit). run_tiled: the same for x in tiles (panel.h), faster for many tokens; or NULL. */
 typedef struct {
     ternary_panel_fn run;
     size_t max_k;
+    ternary_panel_fn run_tiled;
 } ternary_kernel;
 
 typedef struct {
@@ -79,6 +96,7 @@ typedef struct {
     int (*quantize)(const float *, size_t, int8_t *, float *, int32_t *);
     void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *);
     void (*gated)(const float *, const float *, size_t, int, float *);
+    void (*finish)(const panel_results *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     attend_fn attend;
     ptrdiff_t (*draw)(const float *, size_t, const draw_rule *, double, double *, float *);
@@ -124,7 +142,7 @@ typedef struct {
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
-    rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
+    rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, finish_##suffix, rope_##suffix,         \
         attend_##suffix, draw_##suffix, first_largest_##suffix, dense_pack_##suffix, dense_rows_##suffix,                                      \
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix,    \
         ruled_token_##suffix, ruled_panel_##suffix,                                                                        \
@@ -175,14 +193,14 @@ KERNEL_SET set_avxvnni = {
 #endif
 #endif
 #if defined(__x86_64__) && SETS_OF(AVX512)
-#define AVX512_TERNARY(panel) {{panel, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}}
+#define AVX512_TERNARY(panel, tiled) {{panel, AVX512_MAX_K, tiled}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}}
 KERNEL_SET set_avx512 = {
-    "avx512", AVX512_TERNARY(ternary_panel_avx512), peak_avx512,
+    "avx512", AVX512_TERNARY(ternary_panel_avx512, NULL), peak_avx512,
     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 15, 55, 65, 40),
     TRAINING(avx512)};
 #if defined(BITNET_REF_HAS_AMX)
 KERNEL_SET set_amx = {
-    "amx", AVX512_TERNARY(ternary_panel_amx), peak_amx,
+    "amx", AVX512_TERNARY(ternary_panel_amx, ternary_tiled_amx), peak_amx,
     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512),
     NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512), tile_bytes_amx, dense_split_amx, dense_tiles_amx};
 #endif

@@ -57,6 +57,25 @@ typedef void (*ternary_many_fn)(TERNARY_ARGS, uint8_t *scratch); /* stores all 6
 
 enum { SCRATCH_K = 256 /* columns unpacked at a time */, SCRATCH_BYTES = PANEL_ROWS * 1024 /* the max, for AMX */ };
 
+/* memcpy of `count` bytes that are mostly `most`, a constant: without a call then. */
+static inline void copy_mostly(void *to, const void *from, size_t count, size_t most) {
+    if (count == most) memcpy(to, from, most);
+    else memcpy(to, from, count);
+}
+
+/* Tokens in tiles, an order of x that AMX reads faster (ternary_amx.h): of each 32 tokens, 64 columns of all, then the next
+ * 64. A token has `tiled_bytes` in all, of which those beyond 16 * n_blocks columns are not read. */
+enum { TILED_TOKENS = 32 };
+
+static inline size_t tiled_bytes(size_t n_blocks) { return (n_blocks * BLOCK_K + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES; }
+
+/* token m, x (16 * n_blocks), to its place among all: (tokens, rounded up to 32) * tiled_bytes */
+static void tile_token(const int8_t *x, size_t n_blocks, size_t m, uint8_t *tiles) {
+    uint8_t *to = tiles + m / TILED_TOKENS * TILED_TOKENS * tiled_bytes(n_blocks) + m % TILED_TOKENS * VECTOR_BYTES;
+    for (size_t k = 0; k < n_blocks * BLOCK_K; k += VECTOR_BYTES)
+        copy_mostly(to + k * TILED_TOKENS, x + k, n_blocks * BLOCK_K - k < VECTOR_BYTES ? n_blocks * BLOCK_K - k : VECTOR_BYTES, VECTOR_BYTES);
+}
+
 /* The 4 x 4 matrix of 2-bit fields in a word, transposed: field (i, j) is at bit 8i + 2j. */
 static inline uint32_t transpose_codes(uint32_t word) {
     uint32_t swap = (word ^ (word >> 6)) & 0x00CC00CCu;
@@ -66,12 +85,6 @@ static inline uint32_t transpose_codes(uint32_t word) {
 }
 
 enum { TILE = 16 /* rows, and blocks: 64 bytes of a row, and a vector of a block */ };
-
-/* memcpy of `count` bytes that are mostly `most`, a constant: without a call then. */
-static inline void copy_mostly(void *to, const void *from, size_t count, size_t most) {
-    if (count == most) memcpy(to, from, most);
-    else memcpy(to, from, count);
-}
 
 /* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel. In tiles, whose vectors are written whole:
  * 2560 x 6912 takes one thread of an EPYC (Zen 5) 0.9 ms, word by word 2.4; unpacking it 0.9, and 3.1. */

@@ -76,6 +76,8 @@ static inline void amx_configure(const amx_config *config) { __asm__ volatile("l
 static inline void amx_release(void) { __asm__ volatile("tilerelease" ::: "memory"); }
 #define AMX_LOAD(tile, base, stride)                                                                                   \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(base), "r"((size_t)(stride)) : "memory")
+#define AMX_LOAD_ONCE(tile, base, stride) /* a hint: these lines need not stay in L1 */                                \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(base), "r"((size_t)(stride)) : "memory")
 #define AMX_STORE(tile, base, stride)                                                                                  \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), "r"((size_t)(stride)) : "memory")
 #define AMX_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
@@ -141,8 +143,15 @@ AVX512_INLINE const uint8_t *amx_take_step(amx_weights *w) {
     return from;
 }
 
-/* a quarter of a step (16 columns of all its rows) -> 4 lines of each tile */
-AVX512_INLINE void amx_unpack(const uint8_t *from, uint8_t *to, size_t block, const size_t vectors) {
+/* A quarter of a step's prefetches: more at once would take the line buffers that the tiles' loads need. */
+AVX512_INLINE void amx_fetch(amx_weights *w, size_t quarter) {
+    for (size_t i = quarter * VECTOR_BYTES; i < w->fetched; i += 4 * VECTOR_BYTES) _mm_prefetch(w->next + i, _MM_HINT_T1);
+    if (quarter == 3) w->next += w->fetched;
+}
+
+/* a quarter of a step (16 columns of all its rows) -> 4 lines of each tile. Prefetches a quarter of the step's share. */
+AVX512_INLINE void amx_unpack(amx_weights *w, const uint8_t *from, uint8_t *to, size_t block, const size_t vectors) {
+    amx_fetch(w, block);
     for (size_t v = 0; v < vectors; v++)
         avx512_unpack_vector(from + block * BLOCK_BYTES + v * VECTOR_BYTES,
                              to + v * AMX_TILE_BYTES + block * 4 * VECTOR_BYTES, VECTOR_BYTES);
@@ -153,13 +162,8 @@ AVX512_INLINE void amx_begin(amx_weights *w, const size_t vectors) {
     w->vectors = vectors, w->step = w->vector = 0;
     for (size_t ahead = 0; ahead < AMX_AHEAD; ahead++) {
         const uint8_t *from = amx_take_step(w);
-        for (size_t block = 0; block < AMX_STEP_BLOCKS; block++) amx_unpack(from, amx_slot(w, ahead), block, vectors);
+        for (size_t block = 0; block < AMX_STEP_BLOCKS; block++) amx_unpack(w, from, amx_slot(w, ahead), block, vectors);
     }
-}
-
-AVX512_INLINE void amx_fetch(amx_weights *w) {
-    for (size_t i = 0; i < w->fetched; i += VECTOR_BYTES) _mm_prefetch(w->next + i, _MM_HINT_T1);
-    w->next += w->fetched;
 }
 
 /* Tiles 0 to 3 = (16, 16) sums of two groups of tokens */
@@ -177,29 +181,32 @@ static inline void amx_store_sums(int32_t *acc0, int32_t *acc1, int32_t *acc2, i
     AMX_STORE(3, acc3, acc_stride * sizeof(int32_t));
 }
 
+/* Tokens in rows, or in tiles (panel.h): where tile `step` of the first and of the second 16 tokens begins. */
+typedef struct {
+    const int8_t *x;
+    size_t step_bytes, row_bytes, second;
+} amx_tokens;
+
 /* A pass of 17 to 32 tokens against 32 rows: acc = sums + codes * x. sums (32, 16): -x_sum. The tiles are set. */
-AVX512_TARGET static void amx_pair(amx_weights *weights, const int8_t *x, size_t x_stride, const int32_t *sums, int32_t *acc,
-                                   size_t acc_stride) {
-    const int8_t *x1 = x + AMX_ROWS * x_stride;
+AVX512_TARGET static void amx_pair(amx_weights *weights, amx_tokens tokens, const int32_t *sums, int32_t *acc, size_t acc_stride) {
     int32_t *acc1 = acc + AMX_ROWS * acc_stride;
     amx_weights w = *weights;
     amx_load_sums(sums, sums + AMX_ROWS * 16);
-    for (size_t step = 0; step < w.n_steps; step++) {
+    for (size_t step = 0; step < w.n_steps; step++, tokens.x += tokens.step_bytes) {
         const uint8_t *b = amx_slot(&w, 0), *from = amx_take_step(&w);
         uint8_t *to = amx_slot(&w, AMX_AHEAD);
-        amx_fetch(&w);
-        AMX_LOAD(4, x + step * VECTOR_BYTES, x_stride);
+        AMX_LOAD_ONCE(4, tokens.x, tokens.row_bytes);
         AMX_LOAD(6, b, VECTOR_BYTES);
-        AMX_DOT(0, 4, 6);
-        amx_unpack(from, to, 0, 2);
         AMX_LOAD(7, b + AMX_TILE_BYTES, VECTOR_BYTES);
+        AMX_LOAD_ONCE(5, tokens.x + tokens.second, tokens.row_bytes);
+        AMX_DOT(0, 4, 6);
+        amx_unpack(&w, from, to, 0, 2);
         AMX_DOT(1, 4, 7);
-        amx_unpack(from, to, 1, 2);
-        AMX_LOAD(5, x1 + step * VECTOR_BYTES, x_stride);
+        amx_unpack(&w, from, to, 1, 2);
         AMX_DOT(2, 5, 6);
-        amx_unpack(from, to, 2, 2);
+        amx_unpack(&w, from, to, 2, 2);
         AMX_DOT(3, 5, 7);
-        amx_unpack(from, to, 3, 2);
+        amx_unpack(&w, from, to, 3, 2);
         amx_keep_awake(&w, step);
         if (step + 8 >= w.n_steps) amx_fetch_sums(acc + 2 * (w.n_steps - 1 - step) * acc_stride, acc_stride);
         w.slot++;
@@ -209,27 +216,25 @@ AVX512_TARGET static void amx_pair(amx_weights *weights, const int8_t *x, size_t
 }
 
 /* The same for 1 to 16 tokens against all 64 rows. */
-AVX512_TARGET static void amx_few(amx_weights *weights, const int8_t *x, size_t x_stride, const int32_t *sums, int32_t *acc,
-                                  size_t acc_stride) {
+AVX512_TARGET static void amx_few(amx_weights *weights, amx_tokens tokens, const int32_t *sums, int32_t *acc, size_t acc_stride) {
     amx_weights w = *weights;
     amx_load_sums(sums, sums);
-    for (size_t step = 0; step < w.n_steps; step++) {
+    for (size_t step = 0; step < w.n_steps; step++, tokens.x += tokens.step_bytes) {
         const uint8_t *b = amx_slot(&w, 0), *from = amx_take_step(&w);
         uint8_t *to = amx_slot(&w, AMX_AHEAD);
-        amx_fetch(&w);
-        AMX_LOAD(4, x + step * VECTOR_BYTES, x_stride);
+        AMX_LOAD_ONCE(4, tokens.x, tokens.row_bytes);
         AMX_LOAD(5, b, VECTOR_BYTES);
-        AMX_DOT(0, 4, 5);
-        amx_unpack(from, to, 0, 4);
         AMX_LOAD(6, b + AMX_TILE_BYTES, VECTOR_BYTES);
-        AMX_DOT(1, 4, 6);
-        amx_unpack(from, to, 1, 4);
         AMX_LOAD(7, b + 2 * AMX_TILE_BYTES, VECTOR_BYTES);
-        AMX_DOT(2, 4, 7);
-        amx_unpack(from, to, 2, 4);
+        AMX_DOT(0, 4, 5);
+        amx_unpack(&w, from, to, 0, 4);
         AMX_LOAD(5, b + 3 * AMX_TILE_BYTES, VECTOR_BYTES);
+        AMX_DOT(1, 4, 6);
+        amx_unpack(&w, from, to, 1, 4);
+        AMX_DOT(2, 4, 7);
+        amx_unpack(&w, from, to, 2, 4);
         AMX_DOT(3, 4, 5);
-        amx_unpack(from, to, 3, 4);
+        amx_unpack(&w, from, to, 3, 4);
         amx_keep_awake(&w, step);
         w.slot++;
     }
@@ -237,45 +242,61 @@ AVX512_TARGET static void amx_few(amx_weights *weights, const int8_t *x, size_t 
     *weights = w;
 }
 
-/* Any M. `acc` has all 64 rows. */
-AVX512_TARGET static void amx_many(TERNARY_ARGS, uint8_t *scratch) {
+/* Any M. `acc` has all 64 rows. tiled: x is in tiles (panel.h), else in rows. */
+AVX512_INLINE void amx_many(TERNARY_ARGS, uint8_t *scratch, const int tiled) {
     const size_t n_steps = n_blocks / AMX_STEP_BLOCKS, left = n_blocks % AMX_STEP_BLOCKS, n_bytes = n_blocks * BLOCK_BYTES;
     const size_t rest = M % AMX_PAIR, passes = M / AMX_PAIR * 2 + (rest + AMX_ROWS - 1) / AMX_ROWS;
     const uint8_t *after = panel + n_bytes;
     int32_t *sums = (int32_t *)(scratch + AMX_RING * 4 * AMX_TILE_BYTES); /* (32, 16) */
-    if (n_steps == 0) {
-        avx512_many(TERNARY_PASS, scratch);
-        return;
-    }
-    amx_weights w = {.panel = panel, .n_steps = n_steps, .ring = scratch, .next = (const char *)after};
-    w.fetched = (n_bytes + passes * n_steps - 1) / (passes * n_steps);
-    for (size_t m = 0; m < M; m += AMX_PAIR) {
-        const size_t tokens = M - m < AMX_PAIR ? M - m : AMX_PAIR;
-        const int8_t *xs = x + m * x_stride;
-        int32_t *out = acc + m * acc_stride;
-        for (size_t t = 0; t < tokens; t++) _mm512_store_si512(sums + 16 * t, _mm512_set1_epi32(-x_sum[m + t]));
-        if (m == 0 || tokens < AMX_PAIR) amx_set_tiles(tokens);
-        if (tokens <= AMX_ROWS) {
-            amx_begin(&w, 4);
-            amx_few(&w, xs, x_stride, sums, out, acc_stride);
-        } else {
-            if (m == 0) amx_begin(&w, 2);
-            amx_pair(&w, xs, x_stride, sums, out, acc_stride);
-            amx_pair(&w, xs, x_stride, sums, out + 2 * AMX_ROWS, acc_stride);
+    amx_tokens of = {x, VECTOR_BYTES, x_stride, AMX_ROWS * x_stride};
+    if (tiled) of = (amx_tokens){x, 2 * AMX_TILE_BYTES, VECTOR_BYTES, AMX_TILE_BYTES};
+    if (n_steps) {
+        amx_weights w = {.panel = panel, .n_steps = n_steps, .ring = scratch, .next = (const char *)after};
+        w.fetched = (n_bytes + passes * n_steps - 1) / (passes * n_steps);
+        for (size_t m = 0; m < M; m += AMX_PAIR) {
+            const size_t tokens = M - m < AMX_PAIR ? M - m : AMX_PAIR;
+            int32_t *out = acc + m * acc_stride;
+            of.x = x + m * x_stride;
+            for (size_t t = 0; t < tokens; t++) _mm512_store_si512(sums + 16 * t, _mm512_set1_epi32(-x_sum[m + t]));
+            if (m == 0 || tokens < AMX_PAIR) amx_set_tiles(tokens);
+            if (tokens <= AMX_ROWS) {
+                amx_begin(&w, 4);
+                amx_few(&w, of, sums, out, acc_stride);
+            } else {
+                if (m == 0) amx_begin(&w, 2);
+                amx_pair(&w, of, sums, out, acc_stride);
+                amx_pair(&w, of, sums, out + 2 * AMX_ROWS, acc_stride);
+            }
         }
+        amx_release();
     }
-    amx_release();
-    if (left) {
+    const size_t together = tiled ? AMX_PAIR : M;
+    for (size_t m = 0; left && m < M; m += together) {
+        const size_t tokens = M - m < together ? M - m : together;
+        const int8_t *last = x + m * x_stride + n_steps * of.step_bytes;
+        int32_t *out = acc + m * acc_stride;
+        if (!n_steps) {
+            avx512_many(panel, n_blocks, last, of.row_bytes, tokens, x_sum + m, out, acc_stride, scratch);
+            continue;
+        }
         avx512_unpack(panel + n_steps * AMX_STEP_BLOCKS * BLOCK_BYTES, left, scratch);
-        avx512_tiles(scratch, 4 * left, x + n_steps * VECTOR_BYTES, x_stride, M, after, acc, acc_stride);
+        avx512_tiles(scratch, 4 * left, last, of.row_bytes, tokens, after, out, acc_stride);
     }
 }
+
+AVX512_TARGET static void amx_many_rows(TERNARY_ARGS, uint8_t *scratch) { amx_many(TERNARY_PASS, scratch, 0); }
+AVX512_TARGET static void amx_many_tiles(TERNARY_ARGS, uint8_t *scratch) { amx_many(TERNARY_PASS, scratch, 1); }
 
 AVX512_TARGET static void ternary_panel_amx(TERNARY_ARGS, size_t rows, void *scratch) {
     if (M < AMX_MIN_TOKENS)
         ternary_panel_avx512(TERNARY_PASS, rows, scratch);
     else
-        ternary_64_rows(amx_many, TERNARY_PASS, rows, scratch);
+        ternary_64_rows(amx_many_rows, TERNARY_PASS, rows, scratch);
+}
+
+/* x: in tiles */
+AVX512_TARGET static void ternary_tiled_amx(TERNARY_ARGS, size_t rows, void *scratch) {
+    ternary_64_rows(amx_many_tiles, TERNARY_PASS, rows, scratch);
 }
 
 #if !defined(BITNET_REF_AMX_EMULATED)
