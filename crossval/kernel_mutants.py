@@ -42,7 +42,7 @@ PLACES = {
         TERMS(⟦24.0 → 25.0⟧, 120.0)
         TERMS(⟦2.0 → 4.0⟧, 6.0)
         + ⟦1023 → 1024⟧) << 52
-        sum += ⟦v * v → v⟧;
+        sums[k] = STEP_MULADD(v, ⟦v → (v * v)⟧, sums[k]);
         total += (double)x[i] * ⟦x[i] → 2 * x[i]⟧;
         const double mean = STEP(sum_of_squares)(x, D) / ⟦(double)D → (double)(D + 1)⟧;
         sqrt(⟦mean + eps → mean⟧);

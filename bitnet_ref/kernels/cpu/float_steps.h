@@ -172,13 +172,16 @@ STEP_INLINE STEP(f64v) STEP(wide)(const float *x) {
 }
 
 STEP_TARGET static double STEP(sum_of_squares)(const float *x, size_t n) {
-    STEP(f64v) sum = {0};
+    STEP(f64v) sums[4] = {{0}, {0}, {0}, {0}}; /* one would wait for each addition */
     size_t i = 0;
-    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
-        const STEP(f64v) v = STEP(wide)(x + i);
-        sum += v * v;
+    for (; i + 4 * STEP(DOUBLES) <= n; i += 4 * STEP(DOUBLES)) {
+        STEP_UNROLL
+        for (size_t k = 0; k < 4; k++) {
+            const STEP(f64v) v = STEP(wide)(x + i + k * STEP(DOUBLES));
+            sums[k] = STEP_MULADD(v, v, sums[k]);
+        }
     }
-    double total = STEP(sum_lanes)(sum);
+    double total = STEP(sum_lanes)((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; i < n; i++) total += (double)x[i] * x[i];
     return total;
 }
@@ -274,6 +277,11 @@ STEP_TARGET static void STEP(gated)(const float *gate, const float *up, size_t n
 STEP_INLINE void STEP(finish_rows)(const panel_results *r, const size_t rows) {
     for (size_t m = 0; m < r->tokens; m++) {
         float y[2][PANEL_ROWS];
+        const size_t ahead = m + 6 < r->tokens ? (m + 6) * r->stride : m * r->stride;
+        for (size_t i = 0; i < rows; i += 16) {
+            __builtin_prefetch(r->y + ahead + i, 1);
+            if (r->residual) __builtin_prefetch(r->residual + ahead + i);
+        }
         for (int n = 0; n < 1 + (r->gate != NO_GATE); n++) {
             STEP(dequantize)(r->acc[n] + m * PANEL_ROWS, rows, r->w_scale[n], r->x_scale[m], r->bias[n], y[n]);
             for (size_t i = 0; r->term[n] && i < rows; i++) y[n][i] += r->term[n][m * r->stride + i];
