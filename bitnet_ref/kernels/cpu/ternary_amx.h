@@ -5,7 +5,7 @@
  * elsewhere the suite runs this text over tiles in plain C (amx_emulated.h) that check what Intel's manual requires.
  *
  * Operands of the instruction (C += A B, A signed, B unsigned: tdpbsud):
- *   A  16 tokens, 64 activations each: read in place from x, rows x_stride apart.
+ *   A  16 tokens, 64 activations each: from tiles of tokens (panel.h), or in place from rows of x, x_stride apart.
  *   B  16 lines of 64 bytes; line g holds 4 columns (4g .. 4g+3) of 16 rows, 4 bytes per row: exactly what unpacking
  *      one 2-bit field of a panel's vector gives, so nothing is shuffled for the tiles.
  *   C  16 tokens x 16 rows: starts at -x_sum, stays in tiles over all columns, is stored in place to acc.
@@ -14,20 +14,21 @@
  *   fewer go against all 64 rows (`amx_few`), with 5 loads and 4 products.
  * Weights are unpacked while others are multiplied: after each product a quarter of the step after the next one, into a
  *   ring of four steps in L1. For the second 32 rows and the next 32 tokens they are unpacked again, which costs less
- *   than writing them to L2 and reading them back. Each step prefetches its share of the next panel.
+ *   than writing them to L2 and reading them back. Each step prefetches its share of the next panel, a quarter of it after
+ *   each product.
  * AVX-512 computes the last columns, fewer than 64, and up to four tokens, for which it reads panels without unpacking.
  * Stores: after some 2,300 cycles without a tile store the next one takes 700 to 900 cycles more, and the unpacked
  *   weights wait behind it (128 products and a store: no loss; 144: 770 cycles; one store between: none). A pass over
  *   2560 columns is longer. So every AMX_STORE_STEPS steps a tile goes to the ring's oldest step, whose lines are in L1.
  *   In the last steps the result's cache lines are fetched: tokens have evicted them from L1 since the last pass.
  *
- * Measured, one thread of a Sapphire Rapids (3,300 G multiply-adds/s of tdpbsud alone), 64 rows, microseconds, medians
- *   of 5; in brackets without those stores and fetches, in turn:
- *                              2560 columns                              6912 columns
- *   tokens            16           32           64          288           16           32           64
- *   in L2       1.8 (2.1)    2.9 (3.4)    5.6 (6.5)   24.3 (28.7)   4.3 (4.6)    7.5 (7.4)   14.3 (14.5)
- *   not in L2   3.7 (3.7)    4.7 (5.3)    7.0 (8.1)                 9.1 (9.2)   12.4 (12.8)  18.1 (18.7)
- *   64 tokens in L2 are 0.57 of the peak, of 6912 columns 0.60.
+ * Measured, one thread of a Sapphire Rapids (2,950 G multiply-adds/s of tdpbsud alone), G multiply-adds/s, medians of three
+ *   rounds in turn; in brackets with tokens in rows, loads between products and prefetches at the beginning of a step:
+ *                              2560 columns                               6912 columns
+ *   tokens            16           32           64           128           16           32           64           128
+ *   in L2       1458 (1316)  1809 (1601)  1850 (1621)  1918 (1704)   1482 (1412)  1884 (1753)  1930 (1748)  1810 (1666)
+ *   not in L2    607  (598)  1184  (852)  1518 (1310)  1802 (1536)    632  (632)  1178  (866)  1506 (1328)  1718 (1563)
+ *   The tile stores and the fetches of results' lines, before that: in L2 1.0 to 1.19 times as fast, not in L2 1.0 to 1.15.
  * Limits, in cycles per product (16 at best), 64 tokens of 2560 columns: 18.6 with four loads from L1 per four products,
  *   unpacking included; 28 with tokens and weights in L2, 22 if the tokens are in L1; 36 with weights not in L2, 28 if the
  *   tokens are in L1. So tokens read from L2 and prefetches hinder each other, perhaps for the core's 16 line buffers.
@@ -37,9 +38,12 @@
  *   - unpacking one step ahead, not two: 30% slower (a load waits for its lines in the store buffer); three: 0 to 5%
  *   - a ring of eight steps: 5% slower; with 16 tokens, whose steps are twice as large, 50%
  *   - the tokens' next cache lines prefetched into L1, two to eight steps ahead: 5 to 20% slower
- *   - tokens copied to tiles of 1 KB by each call: 0 to 5% faster, 17% where rows are 4096 bytes apart; not taken. If they
- *     came in that order: 8 to 10% faster with weights in L2, 0 to 5% otherwise; worth an arrangement per BitLinear
- *   - one prefetch for 2 or 4 cache lines, the hardware's for the others: 5 to 15% slower; far ones besides: 0 to 15%
+ *   - one prefetch for 2 or 4 cache lines, the hardware's for the others: 5 to 20% slower; far ones besides: 0 to 15%; each line
+ *     twice, or an eighth to a third of a panel later: the same
+ *   - without unpacking, which gives wrong sums: 0.83 of the peak; with its stores alone: as slow as with all of it; with half of
+ *     each store: 0.75. So the 32 lines that a step stores bind it, beside 32 of tokens that come from L2
+ *   - hence weights unpacked once for all tokens: into tiles in L2, 0.77 of the speed with 288 tokens and less with fewer; into
+ *     tiles of 4 to 20 steps in L1, where sums come and go, 0.5 to 0.8. Unpacking by vgf2p8affineqb or to half lines: the same
  *   - a tile stored every 16 steps: the same, 10% slower for 16 tokens; to memory of its own: 3 to 8% slower
  *   - weights prefetched into L1, or 2 to 16 KB ahead, not a panel: 0 to 20% slower; not prefetched: 20 to 25%
  * On a Granite Rapids (3,400 G multiply-adds/s, weights in L3), G multiply-adds/s: 64 tokens 1,830, 256: 2,090. What a step
