@@ -139,13 +139,7 @@ def ruled_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     for weight in ws:
         if not isinstance(weight, RuledPanels):
             raise TypeError(f"ruled_linears: expected RuledPanels, got {type(weight).__name__}")
-    gates = gate in (RELU2, SILU) and count == 2 and (<RuledPanels> ws[0]).n_out == (<RuledPanels> ws[1]).n_out
-    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or gates != (gate != NO_GATE):
-        raise ValueError(f"ruled_linears: {count} weights, {len(ys)} results, gate {gate}")
-    if norm_weight is not None and norm_weight.shape[0] != K:
-        raise ValueError(f"ruled_linears: x {M, K}, norm {norm_weight.shape[0]}")
-    if residual is not None and (count != 1 or residual.shape[0] != M or residual.shape[1] != (<RuledPanels> ws[0]).n_out):
-        raise ValueError(f"ruled_linears: {count} weights, residual {residual.shape[0], residual.shape[1]}")
+    gates = check_fused("ruled_linears", M, K, [(<RuledPanels> w).n_out for w in ws], ys, gate, norm_weight, residual)
     if M == 0 or count == 0:
         return OK
     cdef RuledPanels one = ws[0]

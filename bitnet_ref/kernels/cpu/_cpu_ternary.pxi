@@ -313,6 +313,20 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     return bad
 
 
+cdef bint check_fused(str call, Py_ssize_t M, Py_ssize_t K, list n_out, ys, int gate, const float[::1] norm_weight,
+                      const float[:, ::1] residual) except -1:
+    """Whether the weights of n_out rows are a gate and up, which give one result. Raises ValueError for what cannot be."""
+    cdef Py_ssize_t count = len(n_out)
+    gates = gate in (RELU2, SILU) and count == 2 and n_out[0] == n_out[1]
+    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or gates != (gate != NO_GATE):
+        raise ValueError(f"{call}: {count} weights, {len(ys)} results, gate {gate}")
+    if norm_weight is not None and norm_weight.shape[0] != K:
+        raise ValueError(f"{call}: x {M, K}, norm {norm_weight.shape[0]}")
+    if residual is not None and (len(ys) != 1 or residual.shape[0] != M or residual.shape[1] != n_out[0]):
+        raise ValueError(f"{call}: {len(ys)} results of {n_out}, residual {residual.shape[0], residual.shape[1]}")
+    return gates
+
+
 def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *,
                 const float[::1] norm_weight=None, double eps=0, int gate=NO_GATE, const float[:, ::1] residual=None,
                 list terms=None, float[:, ::1] normed=None):
@@ -338,9 +352,7 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         if not isinstance(weight, Panels):
             raise TypeError(f"bit_linears: expected Panels, got {type(weight).__name__}")
     c.method = (<Panels> ws[0]).method if count else 0
-    gates = gate != NO_GATE and count == 2 and gate in (RELU2, SILU) and (<Panels> ws[0]).n_out == (<Panels> ws[1]).n_out
-    if count > MAX_LINEARS or len(ys) != (1 if gates else count) or gates != (gate != NO_GATE):
-        raise ValueError(f"bit_linears: {count} weights, {len(ys)} results, {threads} threads")
+    gates = check_fused("bit_linears", M, K, [(<Panels> w).n_out for w in ws], ys, gate, norm_weight, residual)
     for i in range(count):
         w, y = ws[i], ys[0 if gates else i]
         if y is None or w.n_in != K or w.method != c.method or y.shape[0] != M or y.shape[1] != w.n_out:
@@ -352,8 +364,6 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         c.ys[i] = &y[0, 0] if M else NULL
         check_aligned(<size_t> c.ys[i])
     c.first[count] = c.n_panels
-    if norm_weight is not None and norm_weight.shape[0] != K:
-        raise ValueError(f"bit_linears: x {M, K}, norm {norm_weight.shape[0]}")
     c.normed = NULL
     memset(c.terms, 0, sizeof(c.terms))
     if terms is not None:
@@ -370,8 +380,6 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
             place_term(&c.terms[i], read, term, t, factors, choice, threads, kernels, True)
             if (c.terms[i].M, c.terms[i].K, c.terms[i].N) != (M, K, c.n_out[i]):
                 raise ValueError(f"bit_linears: x {M, K}, weight {c.n_out[i], K}, a term of {c.terms[i].N, c.terms[i].K}")
-    if residual is not None and (len(ys) != 1 or residual.shape[0] != M or residual.shape[1] != c.n_out[0]):
-        raise ValueError(f"bit_linears: {len(ys)} results {M, c.n_out[0]}, residual {residual.shape[0], residual.shape[1]}")
     if M == 0 or count == 0:
         return OK
     c.x, c.norm_weight, c.residual, c.eps = &x[0, 0], NULL, NULL, eps
