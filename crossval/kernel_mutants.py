@@ -57,6 +57,10 @@ PLACES = {
         y[i] = (float)acc[i] * ⟦scale → -scale⟧;
         STEP(choose)((STEP(i64v))(⟦g[k] < zero → zero < g[k]⟧), e[k], one)
         g[k] < zero), ⟦e[k] → one⟧, one)
+        STEP(gated)(y[0], y[⟦1 → 0⟧], rows, r->gate == SILU, y[0]);
+        STEP(gated)(y[0], y[1], rows, ⟦r->gate == SILU → r->gate != SILU⟧, y[0]);
+        y[n][i] += ⟦r->term[n][m * r->stride + i] → 0.0f⟧;
+        y[0][i] += ⟦r->residual[m * r->stride + i] → 0.0f⟧;
         numerator / (one + ⟦e[k] → one⟧)) * u
         if (⟦!is_silu → is_silu⟧) {
         ⟦gate[i] < 0 → gate[i] < 1⟧ ? 0 : gate[i];
@@ -335,12 +339,13 @@ PLACES = {
         x + ⟦block → 0⟧ * x_stride, x_stride, tokens
         x_sum + ⟦block → 0⟧, acc + n
         acc + ⟦n * tokens * PANEL_ROWS → 0⟧, PANEL_ROWS
-        rows, c.scales[⟦i + n → i⟧], x_quant_scale
-        x_quant_scale[⟦block + m → block⟧]
-        c.biases[i + n] + ⟦p * PANEL_ROWS → 0⟧ if c.biases
-        c.chosen.gated(y[0], y[⟦1 → 0⟧]
-        rows, ⟦c.gate == SILU → c.gate != SILU⟧, out)
-        add_arrays(c.residual + ⟦(out - c.ys[i]) → 0⟧, out, rows, out)
+        r.w_scale[n] = c.scales[⟦i + n → i⟧]
+        r.x_scale = x_quant_scale + ⟦block → 0⟧
+        r.bias[n] = c.biases[i + n] + ⟦row → 0⟧ if c.biases
+        r.term[n] = c.terms[i + n].y + ⟦block * r.stride → 0⟧ + row
+        r.residual = c.residual + ⟦block * r.stride → 0⟧ + row
+        tile_token(x_q + m * wide, n_blocks, ⟦m → m // 2 * 2⟧, <
+        r.residual = c.residual + block * r.stride + ⟦row → 0⟧ if c.residual
         c.chosen.rms_norm(row, c.norm_weight, K, ⟦c.eps → 1.0⟧, place)
         c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + ⟦m → 0⟧, x_sum + m)""",
     "_cpu_cache.pxi": r"""
