@@ -344,7 +344,6 @@ PLACES = {
         r.bias[n] = c.biases[i + n] + ⟦row → 0⟧ if c.biases
         r.term[n] = c.terms[i + n].y + ⟦block * r.stride → 0⟧ + row
         r.residual = c.residual + ⟦block * r.stride → 0⟧ + row
-        tile_token(x_q + m * wide, n_blocks, ⟦m → m // 2 * 2⟧, <
         r.residual = c.residual + block * r.stride + ⟦row → 0⟧ if c.residual
         c.chosen.rms_norm(row, c.norm_weight, K, ⟦c.eps → 1.0⟧, place)
         c.chosen.quantize(row, K, x_q + m * wide, x_quant_scale + ⟦m → 0⟧, x_sum + m)""",
