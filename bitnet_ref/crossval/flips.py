@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from ..reference.quantization import SCALE_FLOOR
+from ..system.lazy import lazy_property
 from .names import INT8, SCALE, layer_of, linear_input
 from .tolerances import EPSILON, FLIP_FLOOR, TIES_IN_A_ROW, tolerance_of
 
@@ -37,7 +38,7 @@ class Flip:
     def place(self) -> tuple[str, int, int]:
         return self.name, self.token, self.element
 
-    @property
+    @lazy_property
     def distance(self) -> float:
         """From a half."""
         return float(distance_to_half(self.before_rounding))
