@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ from ..metrics import recorded_dtype
 from ..names import INT8, LOGITS, first_rows, is_by_head, layer_of, linear_input, op_order
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, VALUES_PER_FLIP, near_half
 from .flip_trials import BySequence, FlippedPass, FlippedRun, FlipTrials, row_of, rows_of
+from .ties import MANY, choices, one_way, tied_rows
 from .variants import IMPOSSIBLE, Finished, Setting
 
 _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong token and of those that it sees
@@ -45,7 +46,7 @@ _TRIALS = 1000  # of each kind for one wrong token: so many are made for an engi
 # A trial for logits computes all layers, and logits may hold more flips than can be searched for: so the trials of each
 # kind may compute so many rows times layers. This is a count and not a time, so that verdicts are the same on every
 # machine. The calls of a trial cost as much as so many rows.
-_WORK, _ROWS_OF_CALLS = 40_000, 20
+_WORK, _WORK_OF_TIES, _ROWS_OF_CALLS = 40_000, 160_000, 20
 _NOISY_RUNS = 8  # of the reference with noise
 _BEYOND_NOISE = 1.5  # an error so many times the largest of theirs is no rounding
 _USUAL = 0.99  # of one row alone: nor is one that is larger than this share of theirs
@@ -89,9 +90,9 @@ class _FlipSearch:
             if not added:
                 comparison.undecided = self.not_told(run, first, sizes)
                 return None
-            if len({*map(_alike, run.flips + added)}) > max(FEW_FLIPS, sum(sizes.values()) // VALUES_PER_FLIP):
-                return None
             run = self.run(run, added)
+            if not self.is_possible(run, sizes):
+                return None
             followed = self.compare(run.tensors, self.candidate)
         followed.missing = comparison.missing
         followed.flips[:0] = run.flips
@@ -111,15 +112,16 @@ class _FlipSearch:
         token = len(self.setting.tokens) - 1 if last_only else first.token
         theirs = self.first_rows(run, token + 1)
         searches = (self.search(run, theirs, first.name, token, tried) for tried in _TRIED)
-        return next((flips for flips in searches if flips), [])
+        found = next((flips for flips in searches if flips), [])
+        return found or self.search_ties(run, theirs, first.name, token)
 
     def not_told(self, run: FlippedRun, first: OpResult, sizes: dict[str, int]) -> str:
         """Why what no flips explain may be right; "" if it shows a mistake.   sizes: of the int8 tensors.
 
-        The first wrong token must see so many int8 values that more may have flipped than are searched for together: a
-        mistake in every token is seen in the first. So it must be logits, and the values those of the layers after the
-        last that the trace shows, or some flips have brought agreement before. From there on the tensor must be no
-        further off than that of the reference with noise that flips as many values as an engine may.
+        The first wrong token must see a row of ties, or so many int8 values that more may have flipped than are tried
+        together: a mistake in every token is seen in the first. So it must be logits, and the values those of the
+        layers after the last that the trace shows, or some flips have brought agreement before. From there on the
+        tensor must be no further off than that of the reference with noise that flips as many values as an engine may.
         """
         tokens, right = len(self.setting.tokens), run.tensors[first.name]
         flips, before = len(run.flips), [self.order[name] for name in self.candidate if name in self.order]
@@ -132,7 +134,8 @@ class _FlipSearch:
         given = given.reshape(right.shape if given.size == right.size else (1, -1))
         mine, theirs = (rows_of(first.name, x) for x in (right, given))
         token = tokens - 1 if len(theirs) < tokens else first.token or 0
-        if values * (token + 1) <= _TOGETHER * VALUES_PER_FLIP * tokens:
+        has_ties = any(tied_rows(run.near.get(each, ()), MANY) for each in range(token + 1))
+        if not has_ties and values * (token + 1) <= _TOGETHER * VALUES_PER_FLIP * tokens:
             return ""
         errors = _row_errors(theirs, mine[-len(theirs) :])
         noisy = []
@@ -141,7 +144,7 @@ class _FlipSearch:
             done = self._pass(run.flips, cache, 0, tokens, first.name, noise=np.random.default_rng(seed))
             noisy.append(_row_errors(rows_of(first.name, done.seen[first.name]), mine))
         if len(theirs) == 1:
-            limits = np.quantile(noisy, [_USUAL])
+            limits = np.quantile(noisy, [_USUAL]) * (_BEYOND_NOISE if has_ties else 1)
             which = "the values of the last token" if before else "those of the last token"
         else:
             limits = _BEYOND_NOISE * np.maximum.accumulate(np.max(noisy, axis=0))
@@ -193,6 +196,36 @@ class _FlipSearch:
                 likely = best + [each for each in left[:_NEAREST] if each not in best]
                 queue += [(*steps, alike) for _, alike in likely]
         return []
+
+    def search_ties(self, run: FlippedRun, theirs: View, name: str, token: int) -> list[Flip]:
+        """Which of the token's ties are rounded the other way; empty if no choice is found that makes it agree."""
+        rows = tied_rows(run.near.get(token, ())).items()
+        ties = [alike for each, row in rows if self.order[each] < self.order[name] for alike in row.values()]
+        if not ties:
+            return []
+        mine, right = (row_of(name, tensors[name], token) for tensors in (run.tensors, theirs))
+        trials = FlipTrials(self.setting, self.order, run, name, token)
+        enough, stop = _RIGHT * float(np.linalg.norm(mine - right)), self.work + _WORK_OF_TIES
+
+        def rows_of(sets: Sequence[Sequence[Flip]]) -> Iterator[NDArray[np.float64]]:
+            for made in sets:
+                self.count(run, made, token)
+            return trials.rows(sets)
+
+        for error, flips in choices(ties, rows_of, right):
+            if error <= enough and self.agrees(self.trial(run, flips, name, token), theirs, token):
+                return flips
+            if name == LOGITS and self.work > stop:
+                break
+        return []
+
+    def is_possible(self, run: FlippedRun, sizes: dict[str, int]) -> bool:
+        """Whether a right engine may make so many flips: those that are alike in a row are one, as is a row of ties."""
+        tied = {token: tied_rows(run.near.get(token, ())) for token in {flip.token for flip in run.flips}}
+        made = {(f.name, f.token) if f.name in tied[f.token] else _alike(f) for f in run.flips}
+        if len(made) > max(FEW_FLIPS, sum(sizes.values()) // VALUES_PER_FLIP):
+            return False
+        return not one_way([row for rows in tied.values() for row in rows.values()], run.flips)
 
     def near_halves(self, run: FlippedRun, wrong: str, token: int, tried: tuple[int, int]) -> list[list[Flip]]:
         """The activations that may have flipped where a tensor is wrong at a token, the nearest to a half first.
