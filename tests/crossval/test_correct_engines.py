@@ -93,6 +93,23 @@ def test_logits_after_ties_of_an_early_layer_are_not_called_wrong(tmp_path):
     assert found.agrees or found.undecided, found.verdict
 
 
+def test_one_scale_and_the_last_logits_do_not_accuse_a_right_engine():
+    """A number for each token fits flips that the engine did not make: what then differs shows no mistake."""
+    model = correct_engines.model_of("bitlinear llama, 12 layers")
+    rng = np.random.default_rng([78, 18])
+    ids = rng.integers(0, model.config.vocab_size, int(rng.choice([1, 4, 12, 24, 48]))).tolist()
+    engine = correct_engines.CorrectEngine(correct_engines.Sums(32, False), 64, True, 0, 18)
+    names = ("blocks.8.attn.k_proj.hook_x_scale", "lm_head.hook_out")
+    recorder, batch = Recorder(engine, model.config, names), TokenBatch.of([(0, 0, np.asarray(ids))])
+    run(observe(engine, recorder), model.weights, model.config, batch, model.new_cache(1, len(ids)))
+    scale, logits = (recorder.seen[name] for name in names)
+    trace = correct_engines.Shown({names[0]: scale.astype(np.float16), names[1]: logits[-1:].astype(np.float16)})
+    before = compare(model.run_with_cache(ids)[1], trace, model.config, ids)
+    found = follow_flips(model, ids, trace, before)
+    assert not before.agrees
+    assert found.agrees or found.undecided, found.verdict
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_many_correct_engines_agree(first):

@@ -119,22 +119,24 @@ class _FlipSearch:
         """Why what no flips explain may be right; "" if it shows a mistake.   sizes: of the int8 tensors.
 
         The first wrong token must see a row of ties, or so many int8 values that more may have flipped than are tried
-        together: a mistake in every token is seen in the first. So it must be logits, and the values those of the
-        layers after the last that the trace shows, or some flips have brought agreement before. From there on the
+        together: a mistake in every token is seen in the first. Without ties it must be logits, and the values those of
+        the layers after the last that the trace shows, or some flips have brought agreement before. From there on the
         tensor must be no further off than that of the reference with noise that flips as many values as an engine may.
         """
         tokens, right = len(self.setting.tokens), run.tensors[first.name]
         flips, before = len(run.flips), [self.order[name] for name in self.candidate if name in self.order]
         before = [place for place in before if place < self.order[first.name]]  # what is shown there agrees
-        if not (flips >= FEW_FLIPS or first.name == LOGITS) or not np.isfinite(first.max_abs):
-            return ""
         since = -1 if flips >= FEW_FLIPS else max(before, default=-1)
-        values = sum(size for name, size in sizes.items() if self.order[name] > since)
         given = self.candidate[first.name]
+        rounding = RECORDED_ROUNDING.get(recorded_dtype(given), 0.0)
         given = given.reshape(right.shape if given.size == right.size else (1, -1))
         mine, theirs = (rows_of(first.name, x) for x in (right, given))
         token = tokens - 1 if len(theirs) < tokens else first.token or 0
-        has_ties = any(tied_rows(run.near.get(each, ()), MANY) for each in range(token + 1))
+        tied = [name for each in range(token + 1) for name in tied_rows(run.near.get(each, ()), MANY)]
+        has_ties = any(since < self.order[name] < self.order[first.name] for name in tied)
+        if not (flips >= FEW_FLIPS or first.name == LOGITS or has_ties) or not np.isfinite(first.max_abs):
+            return ""
+        values = sum(size for name, size in sizes.items() if self.order[name] > since)
         if not has_ties and values * (token + 1) <= _TOGETHER * VALUES_PER_FLIP * tokens:
             return ""
         errors = _row_errors(theirs, mine[-len(theirs) :])
@@ -148,14 +150,18 @@ class _FlipSearch:
             which = "the values of the last token" if before else "those of the last token"
         else:
             limits = _BEYOND_NOISE * np.maximum.accumulate(np.max(noisy, axis=0))
-            which = f"tokens 0 to {token - 1} agree, those after them"
+            agree = (
+                "token 0 agrees, those after it" if token == 1 else f"tokens 0 to {token - 1} agree, those after them"
+            )
+            which = agree if token else "the values"
             together = max(float(np.linalg.norm(each)) for each in noisy)
             if float(np.linalg.norm(errors)) > _BEYOND_NOISE * together:
                 return ""
-        if (errors > np.maximum(limits, first.tolerance)).any():
+        if (errors > np.maximum(limits, first.tolerance) + rounding).any():
             return ""
         made = f"with {count_of(flips, 'flip')}, " if flips else ""
-        found, does = (f"{made}in {first.name} ", "the trace does") if before else ("", "logits do")
+        are_alone = first.name == LOGITS and not before
+        found, does = ("", "logits do") if are_alone else (f"{made}in {first.name} ", "the trace does")
         return (
             f"{found}{which} are off by up to {errors.max():.2g} of their size, and rounding "
             f"flips of int8 activations, which {does} not show, move them by up to {limits.max():.2g}"
@@ -185,7 +191,7 @@ class _FlipSearch:
             rows = FlipTrials(self.setting, self.order, before, name, token).rows(further)
             for alike, row in zip(further, rows, strict=True):
                 error = float(np.linalg.norm(row - right))
-                if error <= enough and self.agrees(self.trial(before, alike, name, token), theirs, token):
+                if error <= enough and self.agrees(self.trial(run, [*made, *alike], name, token), theirs, token):
                     return [*made, *alike]
                 left.append((error, alike))
             trials += len(further)
