@@ -127,7 +127,8 @@ def judge_flips(
     flips: list[Flip] = []
     ties = equal_input & rows[:, None] & (value - np.floor(value) == 0.5)
     above = theirs[ties] > value[ties]
-    ties_one_way = len(above) >= TIES_IN_A_ROW and any((above == side).all() for side in (True, value[ties] > 0))
+    sizes = {(int(i), abs(float(value[i, j]))) for i, j in np.argwhere(ties)}  # heads that share a v have the same ties
+    ties_one_way = len(sizes) >= TIES_IN_A_ROW and any((above == side).all() for side in (True, value[ties] > 0))
     for i, j in places:
         step, before = int(theirs[i, j]) - int(mine[i, j]), float(value[i, j])
         distance = float(distance_to_half(before))

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from helpers import model
 
 from bitnet_ref.crossval.explain.ties import choices, one_way, tied_rows
-from bitnet_ref.crossval.flips import Flip
+from bitnet_ref.crossval.flips import Flip, judge_flips
 
 O_PROJ = "blocks.0.attn.o_proj.hook_x_int8"
 
@@ -51,3 +52,18 @@ def test_many_halves_that_all_go_one_way_are_a_rule(count, is_rule, rule):
     made = [each for each in ties if each.candidate == rule(each.before_rounding)]
     assert one_way([row], made) == is_rule
     assert not one_way([row], made[1:])
+
+
+@pytest.mark.parametrize(("count", "is_rule"), [(6, False), (30, True)])
+def test_equal_ties_of_heads_that_share_a_v_count_once(count, is_rule):
+    """All halves of another engine go away from zero: 24 values of 6 sizes, and 120 of 30."""
+    config = model("storyteller").config
+    x = np.zeros((1, config.num_attention_heads * config.head_dim), dtype=np.float32)
+    x[0, 0] = 127  # so that the scale is 1
+    x[0, 1 : 1 + 4 * count] = np.tile(np.arange(count) + np.float32(0.5), 4)
+    mine, theirs = (rule(x).astype(np.int8) for rule in (np.rint, lambda x: np.floor(x + 0.5)))
+    linear, source = "blocks.0.mlp.down_proj", "blocks.0.mlp.sub_norm.hook_normalized"
+    run = {source: x}
+    judged = judge_flips(run, run, linear, config, 0, np.ones(1, dtype=bool), mine, theirs, own_engine=False)
+    assert (judged.unexplained is not None) == is_rule, judged.why
+    assert is_rule or len(judged.flips) == (mine != theirs).sum()
