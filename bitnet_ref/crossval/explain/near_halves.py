@@ -132,8 +132,7 @@ class _FlipSearch:
         given = given.reshape(right.shape if given.size == right.size else (1, -1))
         mine, theirs = (rows_of(first.name, x) for x in (right, given))
         token = tokens - 1 if len(theirs) < tokens else first.token or 0
-        tied = [name for each in range(token + 1) for name in tied_rows(run.near.get(each, ()), MANY)]
-        has_ties = any(since < self.order[name] < self.order[first.name] for name in tied)
+        has_ties = any(self.hides_ties(run, each, first.name, since, mine.shape[1]) for each in range(token + 1))
         if not (flips >= FEW_FLIPS or first.name == LOGITS or has_ties) or not np.isfinite(first.max_abs):
             return ""
         values = sum(size for name, size in sizes.items() if self.order[name] > since)
@@ -166,6 +165,17 @@ class _FlipSearch:
             f"{found}{which} are off by up to {errors.max():.2g} of their size, and rounding "
             f"flips of int8 activations, which {does} not show, move them by up to {limits.max():.2g}"
         )
+
+    def hides_ties(self, run: FlippedRun, token: int, name: str, since: int, width: int) -> bool:
+        """Whether a tensor may hide which of many ties flip: it has few values, or is logits and the ties' layer no last.
+
+        since: the place of the last tensor that agrees.   width: of the tensor's rows.
+        """
+        tied = [
+            each for each in tied_rows(run.near.get(token, ()), MANY) if since < self.order[each] < self.order[name]
+        ]
+        last = self.setting.config.num_hidden_layers - 1
+        return any(width < MANY or (name == LOGITS and (layer_of(each) or 0) < last) for each in tied)
 
     def search(self, run: FlippedRun, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
         """Tries each step by itself (a flip, or all flips that are alike), then two steps together, and so on."""
