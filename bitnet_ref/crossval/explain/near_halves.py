@@ -167,7 +167,7 @@ class _FlipSearch:
         )
 
     def hides_ties(self, run: FlippedRun, token: int, name: str, since: int, width: int) -> bool:
-        """Whether a tensor may hide which of many ties flip: it has few values, or is logits and the ties' layer no last.
+        """Whether a tensor may hide which of many ties flip: few values, or logits after a further layer.
 
         since: the place of the last tensor that agrees.   width: of the tensor's rows.
         """
