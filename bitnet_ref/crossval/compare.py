@@ -324,7 +324,7 @@ class Walk:
             first_row, reached = shape[0] - 1, self.reached[-1:]
             mine, shape, note = whole[first_row:], (1, shape[1]), "of the last token only"
         if not fits(shape, given, name):
-            return self.refuse(name, shape, f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}")
+            return self.refuse(name, shape, shape_note(name, shape, given))
         if shape != given:
             theirs = theirs[:].reshape(shape)
         tolerance = tolerance_of(kind, self.own_engine)
@@ -484,6 +484,17 @@ def fits(shape: tuple[int, ...], given: tuple[int, ...], name: str = "") -> bool
         return math.prod(given) == math.prod(shape)
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1
+
+
+def shape_note(name: str, shape: tuple[int, ...], given: tuple[int, ...]) -> str:
+    """What is said of a tensor of shape `given`, which cannot be read as one of `shape`.
+
+    >>> shape_note("lm_head.hook_out", (8, 1000), (8, 1024))
+    'shape [8, 1024] instead of [8, 1000]: cut the padded logits to vocab_size, logits[..., :1000]'
+    """
+    note = f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}"
+    is_padded = op_kind(name) == "logits" and given[-1:] > shape[-1:]
+    return note + f": cut the padded logits to vocab_size, logits[..., :{shape[-1]}]" * is_padded
 
 
 def is_last_token(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:

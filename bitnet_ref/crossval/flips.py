@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from ..reference.quantization import SCALE_FLOOR
+from ..system.lazy import lazy_property
 from .names import INT8, SCALE, layer_of, linear_input
 from .tolerances import EPSILON, FLIP_FLOOR, TIES_IN_A_ROW, tolerance_of
 
@@ -37,7 +38,7 @@ class Flip:
     def place(self) -> tuple[str, int, int]:
         return self.name, self.token, self.element
 
-    @property
+    @lazy_property
     def distance(self) -> float:
         """From a half."""
         return float(distance_to_half(self.before_rounding))
@@ -126,7 +127,8 @@ def judge_flips(
     flips: list[Flip] = []
     ties = equal_input & rows[:, None] & (value - np.floor(value) == 0.5)
     above = theirs[ties] > value[ties]
-    ties_one_way = len(above) >= TIES_IN_A_ROW and any((above == side).all() for side in (True, value[ties] > 0))
+    sizes = {(int(i), abs(float(value[i, j]))) for i, j in np.argwhere(ties)}  # heads that share a v have the same ties
+    ties_one_way = len(sizes) >= TIES_IN_A_ROW and any((above == side).all() for side in (True, value[ties] > 0))
     for i, j in places:
         step, before = int(theirs[i, j]) - int(mine[i, j]), float(value[i, j])
         distance = float(distance_to_half(before))

@@ -427,6 +427,19 @@ def test_flips_are_found_in_a_trace_that_has_no_int8(story):
     assert flips
 
 
+@pytest.mark.parametrize("rows", [slice(None), slice(-1, None)])
+def test_logits_of_a_padded_vocabulary_are_refused_with_advice(story, rows):
+    m, tokens, seen = story
+    padded = np.pad(seen[LOGITS], ((0, 0), (0, 64)))[rows]
+    advice = f": cut the padded logits to vocab_size, logits[..., :{m.config.vocab_size}]"
+    for found in (compare(seen, {LOGITS: padded}, m.config, tokens), judge_trace(m, {LOGITS: padded}, tokens)):
+        assert found.first_divergence.note.endswith(advice), found.verdict
+        assert advice in found.verdict
+    assert compare(seen, {LOGITS: padded[:, : m.config.vocab_size]}, m.config, tokens).agrees
+    few = compare(seen, {LOGITS: padded[:, :7]}, m.config, tokens)
+    assert "padded" not in few.verdict
+
+
 # -- narrow engines ----------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from ...errors import NumericsError
 from ...families.lora import AdaptedLinear
 from ...reference.layers import Array
 from .. import names
-from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, is_last_token, same_tokens
+from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, is_last_token, same_tokens, shape_note
 from ..flips import judge_flips
 from ..metrics import recorded_dtype, tensor_of
 from ..tolerances import RECORDED_ROUNDING, TABLE
@@ -78,8 +78,7 @@ class _Replay:
                 if dtype != "float32" or recorded_dtype(tensor_of(self.trace, name)) not in RECORDED_ROUNDING:
                     self.recorded.add(name)
             elif not (name == names.LOGITS and is_last_token(shape, given)):
-                note = f"shape {list(given)} instead of {list(shape)}"
-                self.results[name] = self.walk.refuse(name, shape, note)
+                self.results[name] = self.walk.refuse(name, shape, shape_note(name, shape, given))
         self.right_scale = np.ones((len(ids), 1), dtype=np.float32)  # of the activation that is quantised
         self.guessed: set[str] = set()  # what cannot be computed without a guess how the engine rounds
         self.inexact: set[str] = set()  # what is computed from inputs that were not recorded, and may be off themselves
