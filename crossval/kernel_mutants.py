@@ -311,6 +311,17 @@ PLACES = {
         lower[m * stride + n + r] = (float)(⟦estimate - slack → estimate⟧);
         lower[m * stride + n + r] = (float)(⟦estimate - slack → estimate + slack⟧);
         upper[m * stride + n + r] = (float)(⟦estimate + slack → estimate - slack⟧);""",
+    "attention_amx.h": r"""
+        _mm512_set1_epi8(i ? ⟦-128 → 0⟧ : 0));
+        slice_lanes(from - 8 * n, to - 8 * n), x + n * ⟦(ptrdiff_t)stride → 8⟧));
+        slice_line(high, times, 0, line + ⟦VECTOR_BYTES → 0⟧, &sums);
+        stored_avx512(kind, rows->at[k], j + 8 * ⟦(n) → 0⟧, rows->scale[k])
+        A(3) B(3, 0) B(4, ⟦1 → 2⟧)
+        score_again(c, i + r, (size_t)(s + ⟦__builtin_ctz(left) → 0⟧));
+        _mm512_add_pd(_mm512_add_pd(total, sums[0]), ⟦sums[1] → sums[0]⟧);
+        (size_t)(to < n ? to : ⟦n → 16⟧);
+        offset = c->kv.first - ⟦slices->kv.first → c->kv.first⟧;
+        bounds[r] += ⟦more[r] → 0⟧;""",
     "screen_avx512.h": r"""
         _mm512_sub_pd(estimate, ⟦slack → c->ulps⟧)
         _mm512_add_pd(estimate, ⟦slack → _mm512_sub_pd(c->ulps, slack)⟧)
@@ -355,7 +366,9 @@ PLACES = {
         store_row(c.to.view.kind, ⟦k + g * d → v + g * d⟧, d, &c.to.view.keys, row + g * c.to.head_rows)
         store_row(c.to.view.kind, v + ⟦g * d → 0⟧, d, &c.to.view.values, row + g * c.to.head_rows)
         &c.to.view.values, row + ⟦g → 0⟧ * c.to.head_rows)
-        slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + ⟦1 → 2⟧)
+        c.of.slots[m] == c.of.slots[m - 1] and c.of.positions[m] == c.of.positions[m - 1] + ⟦1 → 2⟧
+        part.q, part.z = c.q + ⟦first → 0⟧ * c.H * c.of.d, c.z
+        c.chosen.slice_chunk(slices + ⟦g → 0⟧, item)
         set_run(c, runs * G - divided + ⟦item → 0⟧, runs
         ATTEND_SCORES, ⟦item % pieces → 0⟧, pieces)
         call.z, call.z_stride = c.z + (m * H + ⟦g * call.R → g⟧) * d

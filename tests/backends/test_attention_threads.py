@@ -69,3 +69,34 @@ def test_a_prompt_gives_what_its_tokens_give_one_by_one(
     for i in range(len(batch)):
         alone = TokenBatch(*(array[i : i + 1] for array in (batch.tokens, batch.positions, batch.slots)))
         np.testing.assert_array_equal(be.attention(q[i : i + 1], cache, alone, 0, window)[0], together[i])
+
+
+@pytest.mark.skipif(simd_variants().get("amx", "unknown here") is not None, reason="no AMX")
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "parts", "window", "dtype"),
+    [
+        (5, 4, 128, [(0, 300)], None, "float32"),  # 2B-4T's heads
+        (1, 3, 64, [(0, 260)], None, "float16"),  # SmolLM2's
+        (2, 2, 256, [(70, 200)], None, "int8"),
+        (2, 5, 80, [(40, 1), (0, 200), (3, 2), (100, 190)], None, "float32"),  # prompts between single tokens
+        (1, 4, 96, [(200, 300)], 170, "float32"),
+    ],
+)
+@pytest.mark.parametrize("scale", [1, 6])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tiles_give_the_bits_of_avx512(kv_heads, group, head_dim, parts, window, dtype, scale, threads):
+    """Prompts long enough to be computed from slices on AMX's tiles (attention_amx.h)."""
+    generator = rng(kv_heads, group, head_dim, scale)
+    length = max(first + count for first, count in parts)
+    shape = (length, kv_heads, head_dim)
+    batch = TokenBatch.of([(slot, first, range(count)) for slot, (first, count) in enumerate(parts)])
+    rows = [[generator.standard_normal(shape, dtype=np.float32) for _ in range(2)] for _ in parts]
+    q = generator.standard_normal((len(batch), kv_heads * group, head_dim), dtype=np.float32) * np.float32(scale)
+    found = []
+    for simd in ("amx", "avx512"):
+        be = CythonBackend(threads=threads, simd=simd)
+        cache = be.new_cache(of_one_layer(kv_heads, group, head_dim), CacheSpec(len(parts), length, dtype, 16))
+        for slot, (keys, values) in enumerate(rows):
+            cache.append(0, TokenBatch.of([(slot, 0, range(length))]), keys, values)
+        found.append(be.attention(q, cache, batch, 0, window))
+    np.testing.assert_array_equal(found[0], found[1])

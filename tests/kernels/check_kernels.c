@@ -381,6 +381,117 @@ static void check_narrow_attend(const kernel_set *set, int kind, size_t R, size_
     free(q), free(wide), free(scales), free(half), free(narrow), free(a), free(b);
 }
 
+#if defined(BITNET_REF_HAS_AMX)
+enum { NORMAL, PEAKED, HALVES, POWERS, HUGE_ONES, DENORMAL, NOT_FINITE, N_NUMBERS };
+
+/* sums of halves and of powers of two are exact, and often lie between two floats */
+static float some_number(int numbers) {
+    const float x = random_float() + random_float(), sign = random_u32() % 2 ? 1 : -1;
+    const int rare = random_u32() % 300 == 0;
+    if (random_u32() % 50 == 0) return 0;
+    if (numbers == HALVES) return rintf(x) / 2;
+    if (numbers == POWERS) return ldexpf(sign, -(int)between(0, 26));
+    if (numbers == HUGE_ONES) return rare ? 1e30f * x : x;
+    if (numbers == DENORMAL) return rare ? x : 1e-40f * x;
+    if (numbers == NOT_FINITE) return random_u32() % 100000 ? x : sign * (rare ? NAN : INFINITY);
+    return numbers == PEAKED ? 9 * x : x;
+}
+
+/* attend_sliced gives the bits of attend: T tokens, the first of which is token `before` of the prompt that is sliced. */
+static void check_sliced(const kernel_set *set, size_t T, size_t R, size_t d, size_t before, size_t n_keys, size_t window, int kind, int numbers) {
+    const size_t start = window && window < n_keys ? n_keys - window : 0, stride = d + between(0, 2) * d, page_size = between(1, 40);
+    const size_t end = n_keys + before + T - 1, pages = end / page_size + 1, rows = pages * page_size, q_stride = R * d + between(0, 5);
+    float *q = allocate(T * q_stride * sizeof *q), *stored = allocate(2 * rows * stride * sizeof *stored), *scales = random_floats(2 * rows);
+    float *a = allocate(T * R * d * sizeof *a), *b = allocate(T * R * d * sizeof *b);
+    uint16_t *half = (uint16_t *)stored;
+    int8_t *narrow = (int8_t *)stored;
+    int32_t *table = allocate(pages * sizeof *table);
+    for (size_t i = 0; i < pages; i++) table[i] = (int32_t)(pages - 1 - i);
+    for (size_t i = 0; i < T * q_stride; i++) q[i] = some_number(numbers);
+    for (size_t i = 0; i < 2 * rows * stride; i++)
+        if (kind == KV_FLOAT16) half[i] = (uint16_t)((random_u32() & 0x83FFu) | (random_u32() % 18) << 10);
+        else if (kind == KV_INT8) narrow[i] = (int8_t)between(0, 254) - 127;
+        else stored[i] = some_number(numbers);
+    const size_t bytes = kv_bytes(kind, rows * stride);
+    kv_slices slices = {{{stored, scales}, {(char *)stored + bytes, scales + rows}, table, page_size, stride, 1, start, end - start, kind}, d};
+    void *memory = allocate(kv_slices_place(&slices, NULL));
+    kv_slices_place(&slices, memory);
+    for (size_t chunk = slice_chunks(end - start); chunk-- > 0;) set->slice_chunk(&slices, chunk);
+    attend_call c = {q, a, T, R, d, q_stride, R * d, window, numbers == HALVES || numbers == POWERS ? 0.25 : 0.3, slices.kv, 1};
+    c.kv.first = window && window < n_keys + before ? n_keys + before - window : 0, c.kv.n_keys = end - c.kv.first;
+    double *workspace = allocate(attend_workspace(T * R, d, c.kv.n_keys, 1) * sizeof *workspace);
+    void *sliced = allocate(attend_sliced_workspace(T * R, d));
+    attend_place(&c, workspace);
+    attend_all(set->attend, &c);
+    c.z = b;
+    set->attend_sliced(&c, &slices, sliced);
+    must_equal(set, "attend_sliced", b, a, T * R * d * sizeof *a, T * R, d, n_keys);
+    free(q), free(stored), free(scales), free(a), free(b), free(table), free(memory), free(workspace), free(sliced);
+}
+
+SLICE_TARGET static void sliced_totals(const uint8_t *a, const uint8_t *b, size_t steps, int of_values, double *totals) {
+    _Alignas(64) int32_t sums[DIGIT_SUMS * 256];
+    amx_set_tiles(AMX_PAIR);
+    if (of_values) slice_products(a, b, steps, 1, sums);
+    else slice_products(a, b, steps, 0, sums);
+    amx_release();
+    for (size_t i = 0; i < 256; i += 8)
+        _mm512_storeu_pd(totals + i, of_values ? slice_total(sums + i, 1) : slice_total(sums + i, 0));
+}
+
+/* The bounds of slice_row, slice_keys and slice_values hold for n numbers. For those with the largest digits, with or without (exact) a rest, they
+ * are almost reached. */
+static void check_slice_bound(const kernel_set *set, size_t n, int of_values, int is_extreme, int is_exact) {
+    const size_t steps = slice_steps(n), rows = between(1, 16), b_steps = of_values ? SLICE_STEPS : steps;
+    double x[16][SLICE_MAX_D], y[16][SLICE_MAX_D], values[SLICE_KEYS][16], totals[256];
+    kv_rows of_rows;
+    const char *keys[16];
+    float scales[16];
+    uint8_t *a = allocate(steps * A_STEP_BYTES), *b = allocate(b_steps * B_STEP_BYTES);
+    slice_rows facts;
+    memset(a, 0, steps * A_STEP_BYTES);
+    for (size_t r = 0; r < 16; r++) {
+        keys[r] = (const char *)y[r], scales[r] = 1;
+        for (size_t j = 0; j < n; j++) {
+            x[r][j] = y[r][j] = 0;
+            for (int i = 0; i < A_DIGITS + !is_exact; i++) {
+                const double digit = i ? -128 : -126, tail = ldexp(is_extreme ? -127 : (double)between(0, 254) - 127, -8 * i);
+                const double number = ldexp(is_extreme ? digit : (double)between(0, 252) - 126, -8 * i);
+                x[r][j] += i < A_DIGITS ? number : tail;
+                if (i < B_DIGITS + !is_exact) y[r][j] += i < B_DIGITS ? number : tail;
+            }
+            if (of_values) values[j][r] = y[r][j], of_rows.at[j] = (const char *)values[j], of_rows.scale[j] = 1;
+        }
+        if (r < rows) slice_row(x[r], 8, 0, (ptrdiff_t)n, steps, 3, a, &facts, r); /* the roundings of slice_total */
+    }
+    const slice_facts of_columns = of_values ? slice_values(KV_WIDE, &of_rows, n, 0, b) : slice_keys(KV_WIDE, keys, scales, rows, n, b);
+    sliced_totals(a, b, steps, of_values, totals);
+    double worst = 0;
+    for (size_t r = 0; r < rows; r++)
+        for (size_t k = 0; k < rows; k++) {
+            long double exact = 0;
+            for (size_t j = 0; j < n; j++) exact += (long double)x[r][j] * y[k][j];
+            const double bound = facts.bound[r] * of_columns.unit + facts.unit[r] * of_columns.bound + facts.norm[r] * of_columns.norm;
+            const double error = fabs((double)(totals[16 * r + k] * (long double)(facts.unit[r] * of_columns.unit) - exact)) / bound;
+            worst = error > worst ? error : worst;
+        }
+    if (!(worst <= 1) || (is_extreme && worst < 0.9)) fail(set, of_values ? "values' slice_bound" : "slice_bound", n, rows, (size_t)(worst * 1e6));
+    free(a), free(b);
+}
+
+static void check_slices(const kernel_set *set, int round) {
+    static const size_t COLUMNS[] = {64, 128, 16, 96, 256, 80};
+    const size_t R = between(1, 5), d = COLUMNS[random_u32() % 6];
+    check_sliced(set, between(1, ATTEND_ROWS / R), R, d, between(0, 1) * between(0, 150), between(1, 300), between(0, 1) * between(1, 200),
+                 round % 3, round % N_NUMBERS);
+    check_sliced(set, between(1, 8), between(1, 4), 64, 0, 128 * between(1, 3) + between(0, 2) - 1, 0, KV_FLOAT32, (round + 1) % N_NUMBERS);
+    for (int kind = 0; kind < 4; kind++) {
+        check_slice_bound(set, 16 * between(1, 16), 0, kind % 2, kind / 2);
+        check_slice_bound(set, between(SLICE_COLUMNS, SLICE_KEYS), 1, kind % 2, kind / 2);
+    }
+}
+#endif
+
 #if defined(__x86_64__)
 #define WIDEN_HALVES(set, instructions)                                                                                \
     __attribute__((target(instructions))) static void widen_halves_##set(const uint16_t *half, float *y) {             \
@@ -819,6 +930,9 @@ int main(int argc, char **argv) {
             check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 300), between(0, 1) * between(1, 200));
             if (round % 4 == 0) /* all_rows_wide */
                 check_attend_many(set, between(2, 8), 4, between(1, 18) * 32, between(1, 300), between(0, 1) * between(1, 200));
+#if defined(BITNET_REF_HAS_AMX)
+            if (set->slice_chunk) check_slices(set, round);
+#endif
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 200));
             check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 20));
             if (round % 4 == 0) /* sums of several parts of the columns */

@@ -29,6 +29,10 @@ cdef extern from "kernels.h" nogil:
     void attend_place(attend_call *, double *workspace)
     size_t attend_blocks(const kv_view *)
     void attend_all(attend_fn, const attend_call *)
+    const int SLICE_MAX_D
+    size_t slice_chunks(size_t n_keys)
+    size_t kv_slices_place(kv_slices *, void *memory)
+    size_t attend_sliced_workspace(size_t rows, size_t d)
     bint kv_can_store(int kind, const float *x, size_t n)
     void narrow_floats(int to_half, const float *x, size_t n, float *y)
     void kv_store(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
@@ -118,6 +122,9 @@ cdef enum:
     DENSE_BYTES_PER_THREAD = 262144
     ATTENTION_FLOATS_PER_THREAD = 65536
     MAX_RUN_SCORES = 1 << 20  # of the tokens that go through the keys together: 12 MB per thread
+    MIN_SLICED_ROWS = 256  # query rows of a kv head for which its keys and values are sliced (attention_amx.h)
+    MIN_SLICED_KEYS = 160
+    MAX_SLICED_BYTES = 1 << 26  # of one kv head: 51,000 keys of 128 numbers
     FLOATS_PER_THREAD = 16384  # for the steps that read each token once
 
 floats_per_thread = FLOATS_PER_THREAD

@@ -204,29 +204,131 @@ cdef struct attention_call:
 
 cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     cdef const attention_call *c = <const attention_call *> call
+    cdef attention_call part
+    cdef Py_ssize_t M = c.of.M, d = c.of.d, m, last, end, done = 0, bad = OK
+    for m in range(M):
+        if not has_pages(&c.of, m, c.of.positions[m]):  # first: the number of keys would overflow
+            return m
+        if not has_pages(&c.of, m, c.of.positions[m] + 1 - visible_keys(c.of.positions[m], c.window)):
+            return m
+    if c.chosen.attend_sliced == NULL or d % 16 or d > SLICE_MAX_D:
+        return attend_runs(c)
+    for m in range(M):
+        if m and follows(c, m):
+            continue
+        last = m
+        while last + 1 < M and follows(c, last + 1):
+            last += 1
+        end = last + 1
+        if can_slice(c, m, end - m):
+            set_part(c, done, m, &part)
+            bad = attend_runs(&part) if bad == OK else bad
+            set_part(c, m, end, &part)
+            bad = attend_prompt(&part) if bad == OK else bad
+            done = end
+    set_part(c, done, M, &part)
+    return attend_runs(&part) if bad == OK else bad
+
+
+cdef inline bint follows(const attention_call *c, Py_ssize_t m) noexcept nogil:
+    """Whether token m follows token m - 1 in its sequence."""
+    return c.of.slots[m] == c.of.slots[m - 1] and c.of.positions[m] == c.of.positions[m - 1] + 1
+
+
+cdef inline void set_part(const attention_call *c, Py_ssize_t first, Py_ssize_t end, attention_call *part) noexcept nogil:
+    """The attention of tokens first .. end - 1."""
+    part[0] = c[0]
+    part.of.M, part.of.slots, part.of.positions = end - first, c.of.slots + first, c.of.positions + first
+    part.q, part.z = c.q + first * c.H * c.of.d, c.z + first * c.H * c.of.d
+    if c.of_q.cos != NULL:
+        part.of_q.cos, part.of_q.sin = c.of_q.cos + first * (c.of.d // 2), c.of_q.sin + first * (c.of.d // 2)
+
+
+cdef inline Py_ssize_t tokens_of_run(const attention_call *c, Py_ssize_t max_keys) noexcept nogil:
+    """The number of tokens that go through at most `max_keys` keys together."""
+    cdef Py_ssize_t rows = min(<Py_ssize_t> ATTEND_ROWS, MAX_RUN_SCORES // max_keys)
+    return max(<Py_ssize_t> 1, rows // max(<Py_ssize_t> 1, c.H // c.of.G))
+
+
+cdef inline Py_ssize_t keys_of_prompt(const attention_call *c, Py_ssize_t first, Py_ssize_t tokens) noexcept nogil:
+    """The number of keys that any of these consecutive tokens sees."""
+    return visible_keys(c.of.positions[first], c.window) + tokens - 1
+
+
+cdef inline bint can_slice(const attention_call *c, Py_ssize_t first, Py_ssize_t tokens) noexcept nogil:
+    cdef kv_slices slices
+    slices.kv.n_keys, slices.d = keys_of_prompt(c, first, tokens), c.of.d
+    return (tokens * (c.H // c.of.G) >= MIN_SLICED_ROWS and slices.kv.n_keys >= MIN_SLICED_KEYS
+            and tokens_of_run(c, slices.kv.n_keys) > 1 and kv_slices_place(&slices, NULL) <= MAX_SLICED_BYTES)
+
+
+cdef Py_ssize_t attend_prompt(const attention_call *c) noexcept nogil:
+    """Attention of consecutive tokens of a sequence. Head by head, threads slice the keys and values, then take runs."""
+    cdef Py_ssize_t M = c.of.M, d = c.of.d, G = c.of.G, R = c.H // G, n_keys = keys_of_prompt(c, 0, M)
+    cdef Py_ssize_t max_run = tokens_of_run(c, n_keys), runs = (M + max_run - 1) // max_run, chunks = slice_chunks(n_keys)
+    cdef Py_ssize_t g = 0, item, m = 0, rows = R * max_run
+    cdef int team = threads_for(n_keys * M * c.H * d, ATTENTION_FLOATS_PER_THREAD, c.threads)
+    cdef size_t attend_bytes = thread_bytes(attend_workspace(rows, d, n_keys, 1) * sizeof(double)), part = (
+        attend_bytes + thread_bytes(rows * d * sizeof(float)) + thread_bytes(attend_sliced_workspace(rows, d)))
+    cdef char *scratch = <char *> allocate(team, part)
+    cdef attend_call *calls = <attend_call *> allocate(team, sizeof(attend_call))
+    cdef Py_ssize_t *first = <Py_ssize_t *> allocate(runs + 3, sizeof(Py_ssize_t))  # of each run, then of the whole
+    cdef kv_slices *slices = <kv_slices *> allocate(G, sizeof(kv_slices))
+    cdef kv_slices shape
+    shape.kv.n_keys, shape.d = n_keys, d
+    cdef void *memory = allocate(1, kv_slices_place(&shape, NULL))  # of one head after the other
+    cdef bint is_ready = scratch != NULL and calls != NULL and first != NULL and slices != NULL and memory != NULL
+    if is_ready:
+        for item in range(runs):
+            first[item] = item * max_run
+        first[runs], first[runs + 1], first[runs + 2] = M, 0, M
+        for g in range(G):
+            set_view(c, g, 1, first + runs + 1, &m, &item, &slices[g].kv)
+            slices[g].d = d
+            kv_slices_place(slices + g, memory)
+        with parallel(num_threads=team):
+            for g in range(G):
+                for item in prange(chunks, schedule="dynamic"):
+                    c.chosen.slice_chunk(slices + g, item)
+                for item in prange(runs, schedule="dynamic"):  # the last tokens first: they have the most keys
+                    attend_run(c, g, runs - 1 - item, runs, first, slices + g, scratch + threadid() * part, attend_bytes,
+                               calls + threadid())
+    free(scratch)
+    free(calls)
+    free(first)
+    free(slices)
+    free(memory)
+    return OK if is_ready else NO_MEMORY
+
+
+cdef inline void attend_run(const attention_call *c, Py_ssize_t g, Py_ssize_t run, Py_ssize_t runs, const Py_ssize_t *first,
+                            const kv_slices *slices, char *scratch, size_t attend_bytes, attend_call *call) noexcept nogil:
+    set_run(c, g * runs + run, runs, first, False, scratch, attend_bytes, call)
+    call.is_fetched, call.next.n_keys = 0, 0
+    c.chosen.attend_sliced(call, slices, scratch + attend_bytes + thread_bytes(call.T * call.R * call.d * sizeof(float)))
+
+
+cdef Py_ssize_t attend_runs(const attention_call *c) noexcept nogil:
+    """Attention of any tokens, whose keys have pages."""
     cdef attend_fn attend = c.chosen.attend
     cdef const int64_t *slots = c.of.slots
     cdef const int64_t *positions = c.of.positions
     cdef Py_ssize_t M = c.of.M, H = c.H, d = c.of.d, G = c.of.G, R = H // G, window = c.window
     cdef Py_ssize_t m, item, n_keys, max_keys = 1, work = 0, divided = 0, pieces, rows, max_run, runs = 0
     for m in range(M):
-        if not has_pages(&c.of, m, positions[m]):  # first: the number of keys would overflow
-            return m
         n_keys = visible_keys(positions[m], window)
-        if not has_pages(&c.of, m, positions[m] + 1 - n_keys):
-            return m
         max_keys = max(max_keys, n_keys)
         work += n_keys * H * d
     if M == 0:
         return OK
     cdef int team = threads_for(work, ATTENTION_FLOATS_PER_THREAD, c.threads)
     # runs of at most max_run consecutive tokens of a sequence
-    max_run = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, MAX_RUN_SCORES // max_keys) // max(<Py_ssize_t> 1, R))
+    max_run = tokens_of_run(c, max_keys)
     cdef Py_ssize_t *first = <Py_ssize_t *> allocate(M + 1, sizeof(Py_ssize_t))  # first token of each run
     if first == NULL:
         return NO_MEMORY
     for m in range(M):
-        if (m == 0 or m - first[runs - 1] == max_run or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
+        if m == 0 or m - first[runs - 1] == max_run or not follows(c, m):
             first[runs] = m
             runs += 1
     first[runs] = M
@@ -291,6 +393,7 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     Threads take (run, kv head) pairs. A run is consecutive tokens of a sequence, at most ATTEND_ROWS query heads (fewer
     with very many keys). When pairs are few, so that threads would be idle at the end (5 kv heads on 2 threads: 3 to
     2), the threads divide the keys of the last ones. Sums are in blocks of keys (kv_cache.h), so no bit depends on it.
+    Long prompts go to `attend_prompt` where the kernel set has slices: the same bits (attention_amx.h).
     """
     cdef attention_call c
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m, bad

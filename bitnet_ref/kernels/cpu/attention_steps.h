@@ -389,7 +389,7 @@ STEP_TARGET static void STEP(all_rows_wide)(const attend_call *c, kv_range block
  * Reckoned, int8 slices with a shared exponent, an EPYC (Zen 5): vpdpbusd makes 543 G multiply-adds/s, double 68, so up to 7 products
  *   of slices would pay. Drawn scores and values of 64 and 128 columns, rms error over that of one rounding to float32: 4 slices,
  *   10 products 1.0; 3 slices, 9 products 5 to 21, 6 products 19 to 45 (float32 sums 6 to 11; the contract allows 2). So 1.26 of
- *   the time of double, before slicing. vpdpwssd, 271 G, holds sums of 12-bit digits: 6 products, 1.5. AMX tiles: not measured.
+ *   the time of double, before slicing. vpdpwssd, 271 G, holds sums of 12-bit digits: 6 products, 1.5. AMX tiles: attention_amx.h.
  * Not worth a rule: leaving out a block of keys whose weights are too small to show. SmolLM2-135M, 1,024 tokens of English:
  *   all weights of a block of 128 keys are below 2^-25 in 0.12% of 935,280 blocks and heads, below 2^-40 in none;
  *   storyteller, 256 tokens: none. And that proves nothing for a sum near 0.

@@ -62,6 +62,7 @@ typedef struct {
 #include "float_steps.h"
 #include "screen_amx.h"
 #endif
+#include "attention_amx.h"
 
 /* A layout of ternary weights in panels of 64 rows, and the form of x that its kernels read. All are exact. */
 typedef struct {
@@ -139,6 +140,9 @@ typedef struct {
     size_t (*tile_bytes)(size_t M, size_t K);
     void (*dense_split)(const float *x, size_t M, size_t K, size_t m, void *parts);
     void (*dense_tiles)(const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y, size_t y_stride);
+    /* attention of prompts from slices of the keys and values: attention_amx.h. NULL: `attend` computes it too */
+    slice_chunk_fn slice_chunk;
+    attend_sliced_fn attend_sliced;
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
@@ -202,7 +206,8 @@ KERNEL_SET set_avx512 = {
 KERNEL_SET set_amx = {
     "amx", AVX512_TERNARY(ternary_panel_amx, ternary_tiled_amx), peak_amx,
     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512),
-    NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512), tile_bytes_amx, dense_split_amx, dense_tiles_amx};
+    NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512), tile_bytes_amx, dense_split_amx, dense_tiles_amx,
+    slice_chunk_amx, attend_sliced_amx};
 #endif
 #endif
 
