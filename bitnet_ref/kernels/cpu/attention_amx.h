@@ -30,7 +30,8 @@
  *   32 rows and 512 keys of 128 numbers in the caches, us: scores 68 before, now 28 (19 in products), values 61, now 37 (21 in
  *     products, 9 to slice the weights), softmax 14; slicing the keys and values 75 per kv head
  *   a prompt, one kv head: 4 heads of 128, 512 tokens 5.2 ms, now 3.9; 2,048: 81, now 60; 3 heads of 64: 2.6, now 2.0
- *   prompts, two layers of 2B-4T's shape, four pairs in turn: 512 tokens 1.07 to 1.12 times as fast, 2,048 1.21 to 1.29
+ *   prompts, two layers of 2B-4T's shape, processor time of seven pairs in turn: 512 tokens 0.99 to 1.14 times as fast, median
+ *     1.09; 2,048 1.20 to 1.31, median 1.30
  *   computed again: 0.01 to 0.03% of the scores; of z 0.05 to 0.3% of the vectors of 8 for 512 keys, 0.2 to 0.5 for 2,048,
  *     the more the less even the weights are. One costs 0.5 us for 264 keys, 10 for 2,048, whose values are in L3.
  *   A product takes 7.3 ns; from registers 5.2 with zeros in a tile, 6.4 to 7.1 otherwise, as the clock goes down.
