@@ -11,8 +11,8 @@
  *   B  16 keys, or columns of values:             y = v (y_0 + y_1/256 + ... + y_4/256^4) + rest
  *   u is a power of two for each row, v for the 16 columns; digits are -128 .. 127; |x| < 127.01 u, |y| < 127.01 v.
  *   The products of digits with i + j <= 5: 20 for 64 numbers. Those of equal i + j add to one tile, exactly: 6 * 2^14 * n
- *   fits int32. For values also (3, 3) and (4, 2), without which four times as many are computed again. A needs x_5 for the
- *   weights: many are 2^-16 of the largest.
+ *   fits int32. For values also (3, 3) and (4, 2), without which their bound is some four times as large. A needs x_5 for
+ *   the weights: many are 2^-16 of the largest.
  *   All threads together make B once per kv head, then take runs of ATTEND_ROWS rows, for each of which A is made.
  *
  * Bound of |z - what `attend` rounds to float32|, in units of u v 2^-40:
@@ -27,16 +27,18 @@
  *   Products with units are exact. A row of zeros has the unit of the smallest float. NaN or Inf: the run goes to `attend`.
  *
  * Measured, a Xeon (Sapphire Rapids, AMX; beside other programs), one thread, normal numbers:
- *   32 rows and 512 keys of 128 numbers in the caches, us: scores 68 before, now 28 (19 in products), values 61, now 37 (21 in
- *     products, 9 to slice the weights), softmax 14; slicing the keys and values 75 per kv head
+ *   32 rows and 512 keys of 128 numbers in the caches, us: scores 68 before, now 29 (19 in products), values 61, now 37 without
+ *     (3, 3) and (4, 2) (8 to 10 to slice the weights), softmax 14; slicing the keys and values 75 per kv head
  *   a prompt, one kv head: 4 heads of 128, 512 tokens 5.2 ms, now 3.9; 2,048: 81, now 60; 3 heads of 64: 2.6, now 2.0
- *   prompts, two layers of 2B-4T's shape, four pairs in turn: 512 tokens 1.07 to 1.12 times as fast, 2,048 1.21 to 1.29
- *   computed again: 0.01 to 0.03% of the scores; of z 0.05 to 0.3% of the vectors of 8 for 512 keys, 0.2 to 0.5 for 2,048,
+ *   prompts, two layers of 2B-4T's shape, processor time of seven pairs in turn: 512 tokens 0.99 to 1.14 times as fast, median
+ *     1.09; 2,048 1.20 to 1.31, median 1.30
+ *   computed again: 0.01 to 0.03% of the scores; of z 0.05 to 0.4% of the vectors of 8 for 512 keys, 0.2 to 0.5 for 2,048,
  *     the more the less even the weights are. One costs 0.5 us for 264 keys, 10 for 2,048, whose values are in L3.
  *   A product takes 7.3 ns; from registers 5.2 with zeros in a tile, 6.4 to 7.1 otherwise, as the clock goes down.
  *   Prompts of 64 tokens (4 heads of 128) 0.8 of the speed of `attend`, of 128 1.04: hence MIN_SLICED_ROWS and _KEYS.
  * Tried:
- *   - 15 products (i + j <= 4): 0.5 to 1% of scores and 3 to 5% of z again; five digits of weights: 4% where one is large
+ *   - rests bounded by their number, not measured: 1% of scores and 2.6 to 5% of z again; five digits of weights: 4% of z
+ *     where one is large. Reckoned: 15 products (i + j <= 4), as many again as there.
  *   - each row of a tile finished after a product of the next tile, for other ports: 0.95 to 1.0 of the speed; by vectors of
  *     256 bits: the same
  *   - chunks of 256 keys: values 1.08 for 512 keys, 0.98 for 2,048; of 64: 0.75. 16, 64 or 128 rows at a time: the same
