@@ -1,8 +1,8 @@
 """Every execution path of a backend against the reference: one row for each way in which logits or text are computed.
 
 `Model.run` is the only door to a pass, and a backend names the ways through it (`Backend.paths`). Here each of them is
-taken with whole prompts, prompts in chunks, decoding, several sequences at once, pages, narrow caches, a screened head,
-divided layers, and as text. What is compared, and how strictly:
+taken with whole prompts, long ones, prompts in chunks, decoding, several sequences at once, pages, narrow caches, a
+screened head, divided layers, and as text. What is compared, and how strictly:
 
     ops      the plainest path: its logits against the reference's, by the contract's rule for float32
     int8     dense weights in int8: as "ops", of those; blocks: matrices of each type, equal to float32
@@ -51,6 +51,7 @@ PAGE_SIZE = 8
 NEW_TOKENS = 10
 CHUNKS = (1, 5, 16, 3)  # tokens, over and over
 MAX_PREFILL = 9  # tokens before decoding begins
+LONG_PROMPT = 192  # tokens, so many that kernels for long prompts take them
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def _checks(
     yield "text, drafts", lambda: _drafted(model, tokens)
     yield "scores", lambda: _scored(model, tokens)
     if not quick:
+        if be.name != "numpy":
+            yield "long prompt", lambda: _long_prompt(model, tokens)
         shared = 2 * PAGE_SIZE + 2  # tokens, of which two pages; the third page differs
         beginnings = [tokens[:26], tokens[:shared] + tokens[shared:26][::-1], tokens[:26]]
         yield "text, engine", lambda: _text_batch(model, [*_prompts(tokens), *beginnings], partial(_engine, model))
@@ -218,6 +221,13 @@ def _in_calls(
 def _in_chunks(model: Model, tokens: list[int], path: str | None) -> Array:
     ends = takewhile(lambda end: end < len(tokens), accumulate(cycle(CHUNKS)))
     return _in_calls(model, tokens, path, [*ends, len(tokens)])
+
+
+def _long_prompt(model: Model, tokens: list[int]) -> Outcome:
+    """The tokens over and over: in one call by the usual path, and in chunks by the plainest."""
+    repeated = cycle(tokens)
+    long = [next(repeated) for _ in range(min(LONG_PROMPT, model.config.context_length))]
+    return _equal(_whole(model, long, None), _in_chunks(model, long, "ops"))
 
 
 def _decoding(model: Model, tokens: list[int], path: str | None) -> Array:
