@@ -93,7 +93,7 @@ def _generations(model: Any, has_text: bool, label: str) -> Iterator[tuple[str, 
     yield "batch", model.generate(prompts, max_tokens=5, logprobs=2)
     if label == "numpy":
         return
-    yield "long prompt", model.generate(PROMPT * 4 if has_text else ids, max_tokens=3)
+    yield "long prompt", model.generate(PROMPT * 10 if has_text else ids, max_tokens=3)
     if label not in ("cython", "screened head"):
         return
     yield "greedy", model.generate(prompts[0], max_tokens=24)
