@@ -481,7 +481,8 @@ class TrainingRun:
         if not path.is_file():
             return
         with open_regular(path, FormatError) as file:
-            starts = re.finditer(rb"(?:\A|(?<=\n\n))step (\d{1,13}): ", file.read())
+            text = file.read().decode("latin-1")  # a character for each byte
+        starts = re.finditer(r"(?:\A|(?<=\n\n))step (\d{1,13}): ", text)
         later = next((each.start() for each in starts if int(each[1]) > self.step), None)
         if later is not None:
             with explain_os_errors(path):
