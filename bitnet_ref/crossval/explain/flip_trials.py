@@ -187,7 +187,7 @@ class FlipTrials:
                     places = [(slot, token) for slot, token in places if token == self.token]
                 if not places:
                     continue
-                x = self._entering(layer, places, done.places, x)
+                x = self._entering(layer, places, done.row, x)
                 done.start(places)
                 if layer == self.layers:
                     break
@@ -204,12 +204,12 @@ class FlipTrials:
         return [finite(rows[done.row[slot, self.token]]) for slot in range(len(trials))]
 
     def _entering(
-        self, layer: int, places: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]], x: Array
+        self, layer: int, places: Sequence[tuple[int, int]], before: dict[tuple[int, int], int], x: Array
     ) -> Array:
         """A layer's input at the places: x, which the layer before computed of some, and the run's of the others."""
         stream = self.run.streams[layer][[token for _, token in places]]
         row = {place: i for i, place in enumerate(places)}
-        known = [(row[place], i) for i, place in enumerate(before) if place in row]
+        known = [(row[place], i) for place, i in before.items() if place in row]
         if known:
             to, source = map(list, zip(*known, strict=True))
             stream[to] = x[source]
@@ -223,7 +223,7 @@ class FlipTrials:
 
 
 class _TrialPass(FlippedPass):
-    """The rows of several trials, each with its own flips. places: (trial, token) of each row."""
+    """The rows of several trials, each with its own flips. row: the row of each (trial, token)."""
 
     def __init__(self, setting: Setting, trials: Sequence[Sequence[Flip]], until: str) -> None:
         super().__init__(setting, until.__eq__, until)
@@ -231,11 +231,11 @@ class _TrialPass(FlippedPass):
         for slot, flips in enumerate(trials):
             for flip in flips:
                 self.flips.setdefault(flip.name, []).append((slot, flip))
-        self.places: list[tuple[int, int]] = []
+        self.row: dict[tuple[int, int], int] = {}
 
     def start(self, places: list[tuple[int, int]]) -> None:
         """From here on the rows are these."""
-        self.places, self.row = places, {place: i for i, place in enumerate(places)}
+        self.row = {place: i for i, place in enumerate(places)}
 
     def flip(self, x_q: Array) -> Array:
         for slot, flip in self.flips.get(self.name, ()):
