@@ -669,7 +669,7 @@ def test_llama_servers_other_paths(server, ask):
     assert ask("/apply-template", {"messages": HELLO})["prompt"] == "<s>user: Hello\nassistant: "
     props = server.get("/props?model=talker")[2]
     assert props == {
-        "default_generation_settings": {"n_ctx": 256, "params": {}},
+        "default_generation_settings": {"n_ctx": 256, "params": {"seed": 0}},
         "total_slots": 8,
         "model_alias": "talker",
         "chat_template": TEMPLATE,

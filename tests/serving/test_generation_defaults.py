@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(folder):
-    with RunningServer({"talker": folder}, settings={"generation_defaults": "model"}) as server:
+    with RunningServer({"talker": folder}, settings={"sampling": {}, "generation_defaults": "model"}) as server:
         yield server
 
 

@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     sources = {"talker": folder, "storyteller": STORY}
-    with RunningServer(sources, chat_template=TEMPLATE, verify=True) as running:
+    with RunningServer(sources, chat_template=TEMPLATE, settings={"sampling": {}}, verify=True) as running:
         yield running
 
 
@@ -461,9 +461,9 @@ def fingerprint_with(folder, copied, name, **facts):
 
 def test_streams_have_it_too(server, answers):
     expected = answers["greedy"][1]["system_fingerprint"]
-    body = {"model": "talker", "prompt": PROMPT, "max_tokens": 2, "stream": True}
+    body = {"model": "talker", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "stream": True}
     assert server.post(COMPLETION, body)[2].count(f'"system_fingerprint":"{expected}"') == 2
-    body = {"model": "talker", "input": "Hello", "max_output_tokens": 2, "stream": True}
+    body = {"model": "talker", "input": "Hello", "max_output_tokens": 2, "temperature": 0, "stream": True}
     assert f'"system_fingerprint":"{expected}"' in server.post(RESPONSES, body)[2]
 
 

@@ -187,8 +187,8 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         params["logit_bias"] = read_biases(params["logit_bias"], engine.model.tokenizer)
     if params.get("top_k") == -1:  # vLLM's "no limit"
         params["top_k"] = 0
-    if params.get("seed") == -1:  # a random one, for vLLM, llama-server and Ollama
-        del params["seed"]
+    if params.get("seed") == -1:  # a random one, for vLLM, llama-server and Ollama, whatever the server's default is
+        params["seed"] = None
     elif "seed" in params:
         params["seed"] %= 2**64
     if body.get("use_beam_search"):  # vLLM's: n is the number of beams
