@@ -384,7 +384,7 @@ def test_a_response_is_cancelled(server):
 
 def test_the_events_of_a_response_that_is_cancelled(tmp_path):
     story, store = model(chat_folder(tmp_path), BACKEND, threads=1), ResponseStore()
-    with story.engine() as engine:
+    with story.engine(sampling={"seed": 0}) as engine:
         asked = read_response({"input": "Hello", "stream": True}, "talker", engine, None, store)
         (choice,) = choices = asked.submit(engine)
         writer = asked.writer(asked, choices)

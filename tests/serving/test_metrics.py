@@ -16,7 +16,7 @@ def used():
     """Metrics of an engine that has finished four requests and dropped one."""
     with model("storyteller", "auto").engine(page_size=4) as engine:
         engine.generate(["Alice", LONGER], max_tokens=4)
-        engine.generate(LONGER, n=2, temperature=1.0, max_tokens=3)
+        engine.generate(LONGER, n=2, temperature=1.0, seed=0, max_tokens=3)
         engine.generate("Alice", max_tokens=3, stop_token_ids=list(range(4096)))
         stream = engine.stream("Alice", max_tokens=200)
         next(stream)
