@@ -231,7 +231,7 @@ def _long_prompt(model: Model, tokens: list[int]) -> Outcome:
 
 
 def _decoding(model: Model, tokens: list[int], path: str | None) -> Array:
-    """A short prompt, then one token at a time: from the third step on a replayed step is a replayed one."""
+    """A short prompt, then one token at a time: a replayed step is a replayed one from the second step on."""
     return _in_calls(model, tokens, path, range(_prefill(tokens), len(tokens) + 1))
 
 

@@ -66,9 +66,9 @@ def test_no_more_is_kept_than_the_limit(monkeypatch):
     monkeypatch.setattr(memory, "MAX_FREE_BYTES", 5 << 20)
     results = Buffers()
     held = [results.empty(BIG) for _ in range(9)]
-    assert len(results._pool.buffers) == 9  # in use: none of them can go
+    assert len(results.pool.buffers) == 9  # in use: none of them can go
     del held
     gc.collect()
     results.empty((3 * BIG[0], BIG[1]))
-    buffers_left = results._pool.buffers
+    buffers_left = results.pool.buffers
     assert sum(block.size for block in buffers_left[:-1]) <= 5 << 20

@@ -191,10 +191,10 @@ def test_of_equal_logits_the_first_counts():
 # -- what is computed one by one ---------------------------------------------------------------------------------------
 
 
-def test_the_first_steps_of_a_kind_are_not_in_a_row():
-    decoding = Decoding(load(), [[1, 2, 3]])
-    for computed in (0, 0, 0, 2):
-        assert len(decoding.in_a_row(greedy_run(2, [9]))) == computed
+def test_the_first_step_of_a_kind_is_not_in_a_row():
+    decoding = Decoding(load(), [[1, 2, 3], [4]])
+    for computed in (0, 0, 2, 2):  # the prompts, and the first step of two tokens
+        assert len(decoding.in_a_row(greedy_run(2, [9, 9]))) == computed
         decoding.single()
 
 

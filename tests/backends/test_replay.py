@@ -1,9 +1,10 @@
-"""Replayed steps: the bits of steps that are computed block by block and op by op, and the same errors."""
+"""Recorded passes: the bits of steps that are computed block by block and op by op, and the same errors."""
 
 from __future__ import annotations
 
 import math
 import re
+import signal
 import threading
 import weakref
 from dataclasses import replace
@@ -18,7 +19,7 @@ import bitnet_ref
 from bitnet_ref.backends.backend import GreedyRun
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import why_unavailable
-from bitnet_ref.backends.cpu.memory import Pool
+from bitnet_ref.backends.cpu.memory import MAX_FREE_BYTES, Pool
 from bitnet_ref.backends.cpu.replay import MAX_STEPS, MAX_TOKENS, KernelStep
 from bitnet_ref.backends.paged_cache import CacheSpec, PagedKVCache
 from bitnet_ref.errors import NumericsError, ShapeError
@@ -364,13 +365,122 @@ def test_the_number_of_steps_is_bounded_and_they_go_with_their_cache():
     assert keys() is None  # at once: nothing refers to itself
 
 
-def test_larger_batches_are_not_recorded():
+def test_larger_batches_are_played_once():
     m = load()
     cache = m.new_cache(1, MAX_TOKENS + 1)
     for n in (MAX_TOKENS, MAX_TOKENS + 1):
         batch = TokenBatch.of([(0, 0, rng(n).integers(1, 50, n))])
         np.testing.assert_array_equal(hidden(m, batch, cache, "replayed"), hidden(m, batch, cache, "ops"))
     assert list(cache.steps._steps) == [MAX_TOKENS]
+
+
+# -- prompts, whose tapes are played once ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plays(monkeypatch):
+    """(tokens, whether it can be played) of each step that is played"""
+    seen, play = [], KernelStep.play
+
+    def watched(step, **options):
+        seen.append((len(step._x), step.can_play))
+        return play(step, **options)
+
+    monkeypatch.setattr(KernelStep, "play", watched)
+    return seen
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8", "storyteller"])
+@pytest.mark.parametrize("wanted", [[0], [1], [], [0, 2], [0, 1, 2]])
+def test_prompts_of_which_some_tokens_are_wanted(case, wanted, plays):
+    m = load(case)
+    batch = TokenBatch.of([(slot, 0, rng(slot).integers(1, 50, 3 + 2 * slot)) for slot in range(3)], wanted)
+    caches = [m.new_cache(3, CAPACITY) for _ in range(2)]
+    outputs = hidden(m, batch, caches[0])
+    assert outputs.shape == (len(wanted), m.config.hidden_size)
+    np.testing.assert_array_equal(outputs, hidden(m, batch, caches[1], "ops"))
+    for slot, end in enumerate((3, 5, 7)):
+        for mine, plain in zip(caches[0].pools, caches[1].pools, strict=True):
+            np.testing.assert_array_equal(mine[:, slot, :end], plain[:, slot, :end])
+    assert plays == [(15, True)]
+    assert not caches[0].steps._steps
+
+
+def test_a_prompt_that_kernels_alone_do_not_compute_is_recorded_once(plays):
+    """What NumPy multiplies meanwhile are numbers that are not there yet: no warning and no error comes of them."""
+    m, prompt = load("llama-f16-sharded"), TokenBatch.of([(0, 0, rng(3).integers(1, 50, 5))], [0])
+    first, *others = m.weights.layers
+    apart = DenseWeight(np.repeat(first.down_proj.array, 2, axis=1)[:, ::2])
+    m = type(m)(m.config, replace(m.weights, layers=(replace(first, down_proj=apart), *others)), m.backend, m.path)
+    for _ in range(3):
+        cache = m.new_cache(1, CAPACITY)
+        np.testing.assert_array_equal(hidden(m, prompt, cache), hidden(m, prompt, cache, "ops"))
+    assert plays == [(5, False)]
+
+
+def test_nan_in_a_prompt_names_its_tensor():
+    m = load()
+    for pool, tensor in (("keys", "hook_attn_scores"), ("values", "hook_z")):
+        cache = m.new_cache(1, CAPACITY)
+        hidden(m, TokenBatch.of([(0, 0, [1, 2, 3])], [0]), cache)
+        getattr(cache, pool)[1, 0, 2] = np.nan
+        with pytest.raises(NumericsError) as caught:
+            m.run(TokenBatch.of([(0, 3, [4, 5, 6])], [0]), cache)
+        assert caught.value.tensor == f"blocks.1.attn.{tensor}"
+
+
+def test_the_results_of_prompts_share_a_thread_s_buffers(monkeypatch):
+    """They are not kept with the cache, and no more of them than without a tape."""
+    m = load("storyteller")
+    for n in (200, 250, 120):
+        hidden(m, TokenBatch.of([(0, 0, rng(n).integers(1, 500, n))], [0]), m.new_cache(1, 256))
+        sizes = [buffer.size for buffer in m.backend.kernels.pool.buffers]
+        assert 0 < sum(sizes) < MAX_FREE_BYTES
+    monkeypatch.setattr(m.backend.kernels.pool, "_max_free_bytes", 0)
+    hidden(m, TokenBatch.of([(0, 0, [1, 2, 3])], [0]), m.new_cache(1, 256))
+    assert m.backend.kernels.pool.buffers == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="a system without it")
+def test_a_signal_is_answered_between_two_calls_of_a_prompt():
+    m = load("storyteller")
+    batch, main = TokenBatch.of([(0, 0, rng(0).integers(1, 500, 250))], [0]), threading.get_ident()
+
+    class Answered(Exception):
+        pass
+
+    def answer(*_):
+        if computing.is_set():
+            raise Answered
+
+    def send(cache):
+        while computing.is_set() and np.isnan(cache.keys[0, 0, 249, 0, 0]):
+            pass
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    def is_interrupted():
+        """Whether the signal came in time for the last layer to stay as it was."""
+        cache = m.new_cache(1, 256)
+        cache.keys[:] = np.nan
+        thread = threading.Thread(target=send, args=(cache,))
+        computing.set()
+        thread.start()
+        try:
+            hidden(m, batch, cache)
+            computing.clear()
+        except Answered:
+            computing.clear()
+            return bool(np.isnan(cache.keys[-1]).all())
+        finally:
+            thread.join()
+        return False
+
+    computing = threading.Event()
+    before = signal.signal(signal.SIGUSR1, answer)
+    try:
+        assert any(is_interrupted() for _ in range(50))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_results_of_a_step_are_the_callers():

@@ -173,7 +173,6 @@ from test_arguments import _cpu, good_calls
 
 points, wrong = 0, []
 for name, call in good_calls().items():
-    call = {**call, **({"tape": None} if "tape" in call else {})}
     objects = [value for value in call.values() if isinstance(value, np.ndarray)]
     objects += [item for value in call.values() if isinstance(value, list) for item in value]
     for n in range(80):

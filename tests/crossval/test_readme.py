@@ -227,6 +227,8 @@ record(model, [2, 5, 9, 14, 3, 77, 12, 8], {str(tmp_path / "t")!r})
 record(model, [2, 5, 9, 14], {str(tmp_path / "four")!r})  # as many as heads
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if "No module named 'transformers'" in done.stderr:
+        pytest.skip("transformers is not installed")
     assert done.returncode == 0, done.stderr
     m = bitnet_ref.load(tmp_path / "m", backend="numpy")
     crossing = cross_trace(m, tmp_path / "t")

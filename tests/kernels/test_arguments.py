@@ -79,15 +79,15 @@ def good_calls():
         },
         "GroupPanels": by_groups,
         "group_linears": {
-            "x": floats(M, K), "ws": [_cpu.GroupPanels(**by_groups)], "ys": [floats(M, N)], "tape": _cpu.Tape(), **run
+            "x": floats(M, K), "ws": [_cpu.GroupPanels(**by_groups)], "ys": [floats(M, N)], "tape": None, **run
         },
         "ExpertPanels": {"ws": [_cpu.GroupPanels(**plain)]},
         "mixture": {
             "h": floats(M, K), "scores": floats(M, 3), "gate": experts, "up": experts, "down": down, "k": 2,
-            "divides": 1, "limit": 7.0, "is_silu": 1, "y": floats(M, K), "tape": _cpu.Tape(), **run,
+            "divides": 1, "limit": 7.0, "is_silu": 1, "y": floats(M, K), "tape": None, **run,
         },
         "bit_linears": {
-            "x": floats(M, K), "ws": [_cpu.Panels(**weight)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
+            "x": floats(M, K), "ws": [_cpu.Panels(**weight)], "ys": [floats(M, N)], "tape": None,
             "norm_weight": floats(K), "eps": 1e-5, "gate": 0, "residual": floats(M, N), **run,
             "terms": [(_cpu.LoraFactors(pairs), np.array([0, 2, -1], dtype=np.int32), floats(M, 5), floats(M, N))],
             "normed": floats(M, K),
@@ -99,6 +99,7 @@ def good_calls():
         "rms_norm": {"x": floats(M, K), "weight": floats(K), "eps": 1e-5, "y": floats(M, K), "tape": None, **run},
         "gated": {"gate": floats(M, K), "up": floats(M, K), "is_silu": 1, "y": floats(M, K), "tape": None, **run},
         "add": {"x": floats(M, K), "y": floats(M, K), "z": floats(M, K), "is_bias": 0, "threads": 2, "tape": None},
+        "take_rows": {"x": floats(M, K), "rows": np.array([2, 0]), "y": floats(2, K), "threads": 2, "tape": None},
         "narrow": {"x": floats(M, K), "to_half": 1, "y": floats(M, K), "threads": 2, "tape": None},
         "rope": {"x": floats(M, G, d), "y": floats(M, G, d), "tape": None, **turns, **run},
         "KVLayer": {"keys": keys, "values": keys.copy(), "key_scales": scales, "value_scales": scales.copy()},
@@ -109,11 +110,11 @@ def good_calls():
         "ruled_forms": {},
         "RuledPanels": ruled,
         "ruled_linears": {
-            "x": floats(M, K), "ws": [_cpu.RuledPanels(**ruled)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
+            "x": floats(M, K), "ws": [_cpu.RuledPanels(**ruled)], "ys": [floats(M, N)], "tape": None,
             "norm_weight": floats(K), "eps": 1e-5, "gate": 0, "residual": floats(M, N), **run,
         },
         "dense_linears": {
-            "x": floats(M, K), "ws": [floats(N, K)], "ys": [floats(M, N)], "tape": _cpu.Tape(), "blocks": [0], **run
+            "x": floats(M, K), "ws": [floats(N, K)], "ys": [floats(M, N)], "tape": None, "blocks": [0], **run
         },
         "screen_pack": {"w": floats(N, K), "q": screen[0], "facts": screen[1], **run},
         "screen_rows": {

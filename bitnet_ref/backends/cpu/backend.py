@@ -32,7 +32,7 @@ from ...families.moe import Experts, MoeConfig, MoeLayer, form_of
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.layers import Floats
+from ...reference.layers import Floats, Ints
 from ...reference.model import BlockPlace, RopeTables, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
@@ -60,7 +60,7 @@ from .extension import (
 )
 from .kernels import GATES, CpuKernels, FusedWeight, Terms, as_floats
 from .memory import Buffers, HugePages
-from .replay import MAX_TOKENS, KernelBackend, KernelKVCache, RopeRows, view_layer
+from .replay import KernelBackend, KernelKVCache, RopeRows, view_layer
 from .weights import (
     MAX_CANDIDATES,
     MAX_STRIP,
@@ -255,18 +255,18 @@ class CythonBackend(KernelBackend):
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, batch, cache)
         if path != "blocks" and self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache):
-            x = cache.steps.hidden(self, self._rope_rows, w, cfg, batch, cache, at_once=path == "replayed")
+            x = cache.steps.hidden(self, self._rope_rows, w, cfg, batch, cache)
             if x is not None:
                 return x
         return final_hidden(self, w, cfg, batch, cache)
 
     def _may_replay(self, cfg: ModelConfig, batch: TokenBatch) -> bool:
-        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.wanted is None
+        return self.fuses and not cfg.has_states and len(batch) > 0
 
     def greedy_steps(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
     ) -> GreedySteps | None:
-        if not (self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache)):
+        if not (self._may_replay(cfg, batch) and batch.wanted is None and isinstance(cache, KernelKVCache)):
             return None
         if isinstance(w.lm_head, ScreenedHead) or cfg.logit_softcap is not None:
             return None
@@ -435,6 +435,11 @@ class CythonBackend(KernelBackend):
             return super().gated(gate, up, activation)
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         return self.kernels.gated(gate, up, activation)
+
+    def take_rows(self, x: Floats, rows: Ints) -> Floats:
+        if self.kernels.tape is None:
+            return super().take_rows(x, rows)
+        return self.kernels.take_rows(x, rows) if len(rows) else x[:0]
 
     def add(self, x: Floats, y: Floats) -> Floats:
         is_small = x.size < _cpu.floats_per_thread and self.kernels.tape is None  # NumPy's own is faster

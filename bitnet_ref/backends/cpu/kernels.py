@@ -1,7 +1,7 @@
 """The CPU kernels as functions of plain arrays. Some do several ops in one call; each says which.
 
-Every call can be recorded on a tape, which `replay.py` plays without Python between the calls. `results` makes the
-arrays of results.
+Given a tape, a call is recorded instead, and `replay.py` plays the tape without Python between the calls. `results`
+makes the arrays of results.
 
 Measured, 2B-4T's shape, two threads of a Cascade Lake Xeon, a prompt of 64 tokens: norms, gates, sums and RoPE as
 separate calls took 1.4 of 12.2 ms per layer, most of it waiting for L3; inside the products a layer takes 11.4. A
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,13 @@ from ...errors import NumericsError
 from ...families.blocks import BlockWeight
 from ...families.moe import MoeConfig
 from ...reference.cache import TokenBatch
-from ...reference.layers import Floats
+from ...reference.layers import Floats, Ints
 from ...reference.weights import DenseWeight, Norm
 from .extension import _cpu
+from .memory import Buffers, Pool
 from .weights import GroupPanelWeight, PanelWeight, RuledPanelWeight, view_bits
 
 GATES = {"relu2": 1, "silu": 2}  # activations with a kernel, by their numbers in _cpu_ternary.pxi
-
-
-class Results(Protocol):
-    """Makes the arrays of results: `Buffers` or `Pool`."""
-
-    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
 
 
 FusedWeight = PanelWeight | RuledPanelWeight
@@ -54,8 +49,13 @@ class CpuKernels:
 
     kernel_set: int  # its number in the extension
     threads: int
-    results: Results
-    tape: Any = None  # _cpu.Tape: records every call
+    results: Buffers | Pool
+    tape: Any = None  # _cpu.Tape: records every call, which is then not made
+
+    @property
+    def pool(self) -> Pool:
+        """Of this thread's results."""
+        return self.results.pool if isinstance(self.results, Buffers) else self.results
 
     # -- linears, ternary or by ggml's rule: x (N, K), quantised once per call -----------------------------------------
 
@@ -183,6 +183,12 @@ class CpuKernels:
     def gated(self, gate: Floats, up: Floats, activation: str) -> NDArray[np.float32]:
         y, is_silu = self.results.empty(gate.shape), activation == "silu"
         _cpu.gated(as_floats(gate), as_floats(up), is_silu, y, self.threads, self.kernel_set, self.tape)
+        return y
+
+    def take_rows(self, x: Floats, rows: Ints) -> NDArray[np.float32]:
+        """x (N, D), rows (n,) -> (n, D)"""
+        y = self.results.empty((len(rows), x.shape[1]))
+        _cpu.take_rows(as_floats(x), rows, y, self.threads, self.tape)
         return y
 
     def add(self, x: Floats, y: Floats) -> NDArray[np.float32]:

@@ -28,7 +28,7 @@ class Pool:
     def __init__(self, max_free_bytes: float) -> None:
         """max_free_bytes: of buffers that no array refers to."""
         self.buffers: list[NDArray[np.uint8]] = []
-        self.before_growth: Callable[[], None] | None = None  # called when a new buffer is needed
+        self.before_growth: Callable[[], None] | None = None  # called when a new buffer is needed; none is dropped then
         self._max_free_bytes = max_free_bytes
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -39,15 +39,16 @@ class Pool:
                 buffers.append(buffers.pop(i))
                 break
         else:
-            if self.before_growth is not None:
+            if self.before_growth is None:
+                self.drop_free()
+            else:
                 self.before_growth()
             buffers.append(np.empty(nbytes, dtype=np.uint8))
-            self._drop_free()
         return buffers[-1][:nbytes].view(np.float32).reshape(shape)
 
-    def _drop_free(self) -> None:
-        """Drop free buffers, the longest unused first, down to the maximum. The last buffer is in use."""
-        free = [i for i in range(len(self.buffers) - 1) if _is_free(self.buffers, i)]
+    def drop_free(self) -> None:
+        """Drop free buffers, the longest unused first, down to the maximum."""
+        free = [i for i in range(len(self.buffers)) if _is_free(self.buffers, i)]
         excess = sum(self.buffers[i].size for i in free) - self._max_free_bytes
         for dropped, i in enumerate(free):
             if excess <= 0:
@@ -66,13 +67,13 @@ class Buffers(threading.local):
     """
 
     def __init__(self) -> None:  # runs once in each thread
-        self._pool = Pool(MAX_FREE_BYTES)
+        self.pool = Pool(MAX_FREE_BYTES)
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """An uninitialised array."""
         if shape[0] < FEW_TOKENS or 4 * math.prod(shape) < MIN_BYTES:
             return np.empty(shape, dtype=np.float32)
-        return self._pool.empty(shape)
+        return self.pool.empty(shape)
 
 
 def _is_free(buffers: list[NDArray[np.uint8]], i: int) -> bool:

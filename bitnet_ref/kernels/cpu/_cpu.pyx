@@ -9,6 +9,7 @@ tape; the functions are in the `.pxi` files.
 
 import os
 
+from cpython.exc cimport PyErr_CheckSignals
 from cython.parallel cimport parallel, prange, threadid
 from libc.float cimport FLT_MIN
 from libc.math cimport INFINITY, NAN
@@ -226,9 +227,9 @@ cdef inline size_t thread_bytes(size_t size) noexcept nogil:
 
 # -- kernel calls and the tape that replays them -----------------------------------------------------------------------
 #
-# A kernel of a decoding step is a C function of one struct, its call. The Python function of its name fills the struct
-# and makes the call; given a tape, it also copies the call there. Playing a tape makes all of its calls again without
-# Python between them: see `backends/cpu/replay.py`.
+# A kernel of a pass is a C function of one struct, its call. The Python function of its name fills the struct and makes
+# the call; given a tape, it copies the call there instead. Playing a tape makes all of its calls without Python between
+# them: see `backends/cpu/replay.py`.
 
 ctypedef Py_ssize_t (*call_fn)(const void *) noexcept nogil  # OK, NO_MEMORY, or the first bad row
 
@@ -295,12 +296,24 @@ cdef class Tape:
                 return False
         return True
 
-    def play(self):
-        """Make the calls again. Returns whether all succeeded; stops at the first that did not."""
-        cdef bint succeeded
-        with nogil:
-            succeeded = self.run()
-        return succeeded
+    def play(self, bint answers_signals=False):
+        """Make the calls. Returns whether all succeeded; stops at the first that did not.
+
+        answers_signals: Python's handlers may run between two calls, and raise.
+        """
+        cdef bint succeeded = True
+        cdef Py_ssize_t i
+        if not answers_signals:
+            with nogil:
+                succeeded = self.run()
+            return succeeded
+        for i in range(self.count):
+            with nogil:
+                succeeded = self.calls[i].run(self.calls[i].call) == OK
+            PyErr_CheckSignals()
+            if not succeeded:
+                return False
+        return True
 
 
 cdef Py_ssize_t make_call(call_fn run, const void *call, str what, Py_ssize_t tokens, Py_ssize_t width=0) except -2:

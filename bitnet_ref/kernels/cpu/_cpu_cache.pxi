@@ -171,7 +171,7 @@ def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64
     written.
     """
     cdef append_call c
-    cdef Py_ssize_t M = k.shape[0], bad
+    cdef Py_ssize_t M = k.shape[0]
     if (slots.shape[0] != M or positions.shape[0] != M or v.shape[0] != M
             or k.shape[1] != layer.G or v.shape[1] != layer.G or k.shape[2] != layer.d or v.shape[2] != layer.d):
         raise ValueError(f"append: k {M, k.shape[1], k.shape[2]}, v {v.shape[0], v.shape[1], v.shape[2]}")
@@ -180,11 +180,11 @@ def append(KVLayer layer not None, const int32_t[:, ::1] page_table, const int64
     c.k, c.v, c.threads = &k[0, 0, 0], &v[0, 0, 0], threads
     check_set(kernels, threads)
     check_aligned(<size_t> c.k | <size_t> c.v)
-    bad = make_call(run_append, &c, "the keys of {} tokens", M)
-    if tape is not None:
-        addresses = [<size_t> c.k, <size_t> c.v, *addresses_of(&c.to, &c.of_k)]
-        tape.record(run_append, &c, sizeof(c), addresses, (layer, page_table))
-    return bad
+    if tape is None:
+        return make_call(run_append, &c, "the keys of {} tokens", M)
+    addresses = [<size_t> c.k, <size_t> c.v, *addresses_of(&c.to, &c.of_k)]
+    tape.record(run_append, &c, sizeof(c), addresses, (layer, page_table))
+    return OK
 
 
 cdef list addresses_of(const layer_tokens *t, const rotation *by):
@@ -396,7 +396,7 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     Long prompts go to `attend_prompt` where the kernel set has slices: the same bits (attention_amx.h).
     """
     cdef attention_call c
-    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m, bad
+    cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m
     if (M != slots.shape[0] or M != positions.shape[0] or layer.d != d or H == 0 or H % layer.G or window < 0
             or z.shape[0] != M or z.shape[1] != H or z.shape[2] != d):
         raise ValueError(f"attention: q {M, H, d}, keys {layer.pages, layer.page_size, layer.G, layer.d}")
@@ -407,11 +407,11 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     set_rotation(&c.of_q, cos, sin, M, d, kernels)
     c.q, c.z, c.H, c.window, c.chosen, c.threads = &q[0, 0, 0], &z[0, 0, 0], H, window, check_set(kernels, threads), threads
     check_aligned(<size_t> c.q | <size_t> c.z)
-    bad = make_call(run_attention, &c, "the attention of {} tokens", M)
-    if tape is not None:
-        addresses = [<size_t> c.q, <size_t> c.z, *addresses_of(&c.of, &c.of_q)]
-        tape.record(run_attention, &c, sizeof(c), addresses, (layer, page_table))
-    return bad
+    if tape is None:
+        return make_call(run_attention, &c, "the attention of {} tokens", M)
+    addresses = [<size_t> c.q, <size_t> c.z, *addresses_of(&c.of, &c.of_q)]
+    tape.record(run_attention, &c, sizeof(c), addresses, (layer, page_table))
+    return OK
 
 
 cdef inline void set_run(const attention_call *c, Py_ssize_t item, Py_ssize_t runs, const Py_ssize_t *first,

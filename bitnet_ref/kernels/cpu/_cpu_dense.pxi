@@ -138,8 +138,9 @@ def dense_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
         return
     c.x = &x[0, 0]
     check_aligned(<size_t> c.x)
-    make_call(run_dense, &c, "{} tokens of {} activations", c.M, c.K)
-    if tape is not None:
+    if tape is None:
+        make_call(run_dense, &c, "{} tokens of {} activations", c.M, c.K)
+    else:
         tape.record(run_dense, &c, sizeof(c), (<size_t> c.x,), tuple(ws), c.ys, c.count)
 
 

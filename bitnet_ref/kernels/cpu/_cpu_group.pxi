@@ -217,7 +217,7 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
 
     Returns -1, or the first row that holds NaN or Inf. Threads take equal numbers of rows of all.
     """
-    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i
     cdef group_call c
     cdef GroupPanels w
     cdef float[:, ::1] y
@@ -253,7 +253,7 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
         check_aligned(<size_t> c.ys[i] | <size_t> c.biases[i])
     c.x = &x[0, 0]
     check_aligned(<size_t> c.x | <size_t> c.signs)
-    bad = make_call(run_group, &c, "{} tokens of {} activations", M, K)
-    if tape is not None:
-        tape.record(run_group, &c, sizeof(c), (<size_t> c.x,), tuple(ws), c.ys, count)
-    return bad
+    if tape is None:
+        return make_call(run_group, &c, "{} tokens of {} activations", M, K)
+    tape.record(run_group, &c, sizeof(c), (<size_t> c.x,), tuple(ws), c.ys, count)
+    return OK

@@ -129,7 +129,8 @@ def lora(const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors fa
     place_term(&c, x, y, t, factors, choice, threads, kernels, False)
     if c.factors == NULL:
         return
-    with nogil:
-        run_lora(&c)
     if tape is not None:
         tape.record(run_lora, &c, sizeof(c), (<size_t> c.x, <size_t> c.y, <size_t> c.t), (factors, choice))
+        return
+    with nogil:
+        run_lora(&c)

@@ -1,4 +1,4 @@
-# Part of _cpu.pyx: the steps that read each token's row once: norm, gate, sum, RoPE, rounding to 16 bits.
+# Part of _cpu.pyx: the steps that read each token's row once: norm, gate, sum, RoPE, rounding to 16 bits, and a copy.
 
 cdef enum:
     GATE_PIECE = 1024  # numbers, a multiple of every set's vector
@@ -12,6 +12,7 @@ cdef struct rows_call:
     const float *x
     const float *y  # the norm's weight, the gate's up, the other summand, or RoPE's cos
     const float *sin
+    const int64_t *rows  # of x, to copy
     float *out
     Py_ssize_t M, D, y_stride, heads
     double eps
@@ -33,13 +34,14 @@ cdef Py_ssize_t run_rows(const void *call) noexcept nogil:
 
 
 cdef compute_rows(rows_call *c, Tape tape, addresses, held=None):
-    """Make the call and record it; returns what it returns."""
-    cdef Py_ssize_t bad
+    """Make the call, and return what it returns; or record it."""
+    cdef Py_ssize_t bad = OK
     check_aligned(<size_t> c.x | <size_t> c.y | <size_t> c.sin | <size_t> c.out)
-    with nogil:
-        bad = run_rows(c)
     if tape is not None:
         tape.record(run_rows, c, sizeof(rows_call), (<size_t> c.x, <size_t> c.out, *addresses), held)
+        return bad
+    with nogil:
+        bad = run_rows(c)
     return bad
 
 
@@ -140,3 +142,22 @@ def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] 
         raise ValueError(f"rope: x {c.M, c.heads, x.shape[2]}, cos {cos.shape[0], cos.shape[1]}")
     c.x, c.y, c.sin, c.out = &x[0, 0, 0], &cos[0, 0], &sin[0, 0], &y[0, 0, 0]
     compute_rows(&c, tape, (<size_t> c.y, <size_t> c.sin))
+
+
+cdef void copy_row(const rows_call *c, Py_ssize_t m) noexcept nogil:
+    memcpy(c.out + m * c.D, c.x + c.rows[m] * c.D, c.D * sizeof(float))
+
+
+def take_rows(const float[:, ::1] x, const int64_t[::1] rows, float[:, ::1] y, int threads, Tape tape=None):
+    """y (n, D) = x[rows], rows (n,)"""
+    cdef rows_call c
+    cdef Py_ssize_t m
+    c.run_row, c.M, c.D, c.threads, c.chosen = copy_row, rows.shape[0], x.shape[1], threads, check_set(0, threads)
+    if y.shape[0] != c.M or y.shape[1] != c.D:
+        raise ValueError(f"take_rows: {c.M} rows of x {x.shape[0], c.D}, y {y.shape[0], y.shape[1]}")
+    check_aligned(<size_t> &rows[0])
+    for m in range(c.M):
+        if not 0 <= rows[m] < x.shape[0]:
+            raise ValueError(f"take_rows: row {rows[m]} of {x.shape[0]}")
+    c.x, c.y, c.sin, c.rows, c.out = &x[0, 0], NULL, NULL, &rows[0], &y[0, 0]
+    compute_rows(&c, tape, (), rows)

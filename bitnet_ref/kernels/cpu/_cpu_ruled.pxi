@@ -129,7 +129,7 @@ def ruled_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
 
     Returns -1, or the first row that holds NaN, Inf, or a number that is too large.
     """
-    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i
     cdef ruled_call c
     cdef RuledPanels w
     cdef float[:, ::1] y
@@ -160,7 +160,7 @@ def ruled_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     if residual is not None:
         c.residual = &residual[0, 0]
     check_aligned(<size_t> c.x | <size_t> c.norm_weight | <size_t> c.residual)
-    bad = make_call(run_ruled, &c, "{} tokens of {} activations", M, K)
-    if tape is not None:
-        tape.record(run_ruled, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x)), (tuple(ws), norm_weight), c.ys, count)
-    return bad
+    if tape is None:
+        return make_call(run_ruled, &c, "{} tokens of {} activations", M, K)
+    tape.record(run_ruled, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x)), (tuple(ws), norm_weight), c.ys, count)
+    return OK

@@ -341,7 +341,7 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     one token of a 2560-wide block the steps between the products took a tenth of the time. A row is normed and
     quantised while it is in L1.
     """
-    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i, bad
+    cdef Py_ssize_t M = x.shape[0], K = x.shape[1], count = len(ws), i
     cdef linears_call c
     cdef Panels w
     cdef float[:, ::1] y
@@ -395,15 +395,15 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
         if c.strips != NULL:
             c.one, c.several = &(<StripCounts> w.counts).one, &(<StripCounts> w.counts).several
     check_aligned(<size_t> c.x | <size_t> c.norm_weight | <size_t> c.residual)
-    bad = make_call(run_linears, &c, "{} tokens of {} activations", M, K)
-    if tape is not None:
-        for i in range(count):
-            if c.terms[i].factors != NULL:
-                tape.addresses.add(<size_t> c.terms[i].y)
-                tape.addresses.add(<size_t> c.terms[i].t)
-        tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x), <size_t> c.normed or <size_t> c.x),
-                    (tuple(ws), norm_weight, terms), c.ys, count)
-    return bad
+    if tape is None:
+        return make_call(run_linears, &c, "{} tokens of {} activations", M, K)
+    for i in range(count):
+        if c.terms[i].factors != NULL:
+            tape.addresses.add(<size_t> c.terms[i].y)
+            tape.addresses.add(<size_t> c.terms[i].t)
+    tape.record(run_linears, &c, sizeof(c), (<size_t> c.x, <size_t> (c.residual or c.x), <size_t> c.normed or <size_t> c.x),
+                (tuple(ws), norm_weight, terms), c.ys, count)
+    return OK
 
 
 def dequantize(const int32_t[:, ::1] acc, float w_dequant_scale, const float[:, ::1] x_quant_scale, float[:, ::1] y,
