@@ -85,7 +85,9 @@ def test_answers_are_the_servers(tmp_path, server):
     assert (summary.lines, summary.failed, summary.reused) == (12, 6, 0)
     assert 0 < summary.seconds < 60
     assert run(tmp_path, server, REQUESTS + WRONG[3:9])[1] == data  # to the byte
-    with RunningServer({"story": STORY}, chat_template=CHAT, settings={"sampling": {}, "generation_defaults": "model"}) as http:
+    with RunningServer(
+        {"story": STORY}, chat_template=CHAT, settings={"sampling": {}, "generation_defaults": "model"}
+    ) as http:
         for line, answer in zip(REQUESTS + WRONG[3:9], answers(data), strict=True):
             entry = json.loads(line)
             seed = int(batch_module.digest_of(line.encode())[:15], 16)
