@@ -24,7 +24,8 @@ from ...reference import layers
 from ...reference.layers import ACTIVATIONS, Array
 from ...reference.weights import LinearWeight, Norm
 from ..names import is_by_head, linear_input
-from .variants import Step, all_scores
+from .attention import all_scores
+from .variants import Step
 
 # In the tables below a row is a line.
 # fmt: off

@@ -28,7 +28,8 @@ from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, is_
 from ..flips import judge_flips
 from ..metrics import recorded_dtype, tensor_of
 from ..tolerances import RECORDED_ROUNDING, TABLE
-from .variants import Setting, Step, is_seen
+from .attention import is_seen
+from .variants import Setting, Step
 
 
 def judge_trace(

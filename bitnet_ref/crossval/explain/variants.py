@@ -46,6 +46,7 @@ from ...reference.weights import (
 from ...system.lazy import lazy_property
 from ..calls import Calls
 from ..names import layer_of, op_shape
+from .attention import all_scores, all_values
 
 # What an edit raises that does not fit a step's shapes.
 IMPOSSIBLE = (BitNetRefError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -431,35 +432,6 @@ def _small_product(x: Array, w: TernaryLinear | DenseWeight) -> Array:
 def quick_ternary_matmul(w: TernaryLinear, call: Call) -> Call:
     """The op itself; of a small matrix one that gives the same integers sooner."""
     return _small_product if w.nbytes < SMALL else call
-
-
-def is_seen(n: int, window: int | None) -> NDArray[np.bool_]:
-    """(n, n), which token sees which: itself and those before it, as far as the window reaches."""
-    i, j = np.arange(n)[:, None], np.arange(n)
-    return (j <= i) & (i - j < (n if window is None else window))
-
-
-def all_scores(n: int, q: Array, keys: Array, window: int | None, sees: Array | None = None) -> Array:
-    """Attention scores of sequences of n tokens, laid end to end.   q (N, H, d), keys (N, G, d) -> (H, N, n)
-
-    sees: (n, n), which token sees which; None: as it should.
-    """
-    sees = is_seen(n, window) if sees is None else sees
-    by_kv_head = keys.repeat(q.shape[1] // keys.shape[1], axis=1)
-    q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, by_kv_head))
-    wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
-    given = wide.astype(q.dtype)
-    given[:, :, ~sees] = -np.inf
-    return given.reshape(q.shape[1], len(q), n)
-
-
-def all_values(n: int, pattern: Array, v: Array) -> Array:
-    """pattern (H, N, n), v (N, G, d) -> (N, H, d)"""
-    heads = len(pattern)
-    p_of = pattern.astype(np.float64).reshape(heads, -1, n, n)
-    v_of = v.repeat(heads // v.shape[1], axis=1).astype(np.float64).reshape(-1, n, heads, v.shape[2])
-    z = np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
-    return z.reshape(-1, heads, v.shape[2]).astype(v.dtype)
 
 
 def with_matrix(weight: TernaryWeight, w_t: NDArray[np.int8]) -> TernaryWeight:

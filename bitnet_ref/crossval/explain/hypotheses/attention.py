@@ -11,8 +11,9 @@ import numpy as np
 from ....families.family import Edit, Hypothesis, instead, leave_out, own_rope, turned_by
 from ....reference.config import RopeConfig
 from ....reference.layers import Array
+from ..attention import is_seen
 from ..edits import interleaved, reads_kv_head, sees_by
-from ..variants import Step, is_seen
+from ..variants import Step
 
 rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
 scores_mistake = partial(Hypothesis, "*.attn.hook_attn_scores")

@@ -23,8 +23,9 @@ from ....reference.layers import Array
 from ....reference.weights import ModelWeights
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS, is_by_head, op_inputs
+from ..attention import all_scores, scores_of, values_of
 from ..number_formats import FLOATS, INT4_ROWS, INT8_ROWS, rounded, to_integers
-from ..variants import Setting, Step, all_scores
+from ..variants import Setting, Step
 
 _CACHE = "The cache holds, for each token of its own sequence, the rotated key and the value at its own position."
 _POSITION = "A token's position is the number of tokens of its sequence before it, those of earlier calls included."
@@ -273,17 +274,14 @@ def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
         keys_in_front, v_in_front = (steps[name].inputs[1] for name in (scores, step.name))
         if place == ALL_AT_0:  # which are all the same
             keys_in_front, v_in_front = (np.repeat(x, len(front), axis=0) for x in (keys_in_front, v_in_front))
-        heads, group = len(inputs[0]), len(inputs[0]) // values.shape[1]
-        q = step.seen[op_inputs(scores, setting.config)[0]].reshape(n, heads, -1)
-        k_wide, v_wide = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys_in_front, v_in_front))
-        in_front = np.einsum("ihd,jhd->hij", q.astype(np.float64), k_wide) * q.shape[2] ** -0.5
+        q = step.seen[op_inputs(scores, setting.config)[0]].reshape(n, len(inputs[0]), -1)
+        in_front = scores_of(q.astype(np.float64), keys_in_front)
         if (window := setting.config.window_of(step.layer or 0)) is not None:
             distance = np.arange(n)[:, None] - (np.arange(len(front)) - len(front))
             in_front = np.where(distance < window, in_front, -np.inf)
         own = step.seen[scores].astype(np.float64)
         both = layers.softmax(np.concatenate([in_front, own], axis=2))
-        z = np.einsum("hij,jhd->ihd", both[:, :, : len(front)], v_wide)
-        z += np.einsum("hij,jhd->ihd", both[:, :, len(front) :], np.repeat(values, group, axis=1).astype(np.float64))
+        z = values_of(both, np.concatenate([v_in_front, values]))
         right = compute(*inputs)
         in_scope = call_of_tokens(setting.calls or (n,)) >= from_call
         return np.where(in_scope[:, None, None], z.astype(right.dtype), right)
