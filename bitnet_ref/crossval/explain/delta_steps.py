@@ -1,4 +1,4 @@
-"""Small edits of a DeltaNet's own steps, beside those that apply to every step (`edits.py`).
+"""Small edits of a DeltaNet's own steps, beside those that apply to every step (`edits`).
 
 Most are one part of a formula exchanged for another: the function of a gate, the order of heads or channels of one
 factor, the length that q and k are divided by, a factor of the memory's update. The file of the family has those that
@@ -33,7 +33,9 @@ from ...families.qwen3_5 import (
     taps,
 )
 from ...reference.layers import ACTIVATIONS, Floats, silu
-from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide, with_other
+from .edits.by_token import OTHER_ACTIVATIONS
+from .edits.changes import changes, orders
+from .edits.kinds import Change, Description, Family, wide, with_other
 from .number_formats import ROUNDED, Format, blocks_of, to_integers
 from .variants import Step
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...families.family import Edit, Hypothesis
 from ..compare import View
 from ..names import layer_of
-from .edits import Description
+from .edits.kinds import Description
 from .evidence import Evidence, tensors_left
 from .site import Explanation, Report, Site, say
 from .variants import IMPOSSIBLE, Setting, Step, is_same

@@ -25,7 +25,7 @@ from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import INT8, LOGITS, SCALE
 from ..tolerances import EXPLAINED_SHARE, FLIPPED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
 from .describe import Finding, differing_tensors, find
-from .edits import Description
+from .edits.kinds import Description
 from .evidence import tensors_left
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import prompt_hypotheses, tokenizer_of

@@ -1,4 +1,4 @@
-"""Small edits of the steps of a mixture of experts, beside those that apply to every step (`edits.py`).
+"""Small edits of the steps of a mixture of experts, beside those that apply to every step (`edits`).
 
 Shares are chosen, computed and normed in some way each; an edit is another choice of these. The file of the family has
 those that engines shipped with, under names of their own.
@@ -18,7 +18,8 @@ from ...families.moe import chosen_ids, expert_products
 from ...reference import layers
 from ...reference.layers import Array, Floats
 from ...reference.ops import Ops
-from .edits import Change, Description, orders, wide
+from .edits.changes import orders
+from .edits.kinds import Change, Description, wide
 from .number_formats import ROUNDED
 from .variants import Step
 

@@ -12,7 +12,7 @@ from ...reference.layers import Array
 from ..compare import DIFFERS, Comparison, compare, count_tensors
 from ..names import LOGITS, is_by_head
 from ..tolerances import UNUSED_EXCESS
-from .edits import changes
+from .edits.changes import changes
 from .variants import IMPOSSIBLE, Setting, Step, is_same
 from .wording import noun, role
 

@@ -19,7 +19,11 @@ from ...reference.layers import ACTIVATIONS as GATES
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ..names import is_by_head
-from .edits import Description, Row, _absmax, _angles, _e, _ms, _shares, _turn, input_floats, matrix, product, wide
+from .edits.attention import exponentials, shares
+from .edits.by_token import absmax, mean_square
+from .edits.kinds import Description, Row, input_floats, wide
+from .edits.products import matrix, product
+from .edits.rope import angles_of, turn
 from .number_formats import (
     FLOATS,
     INT4_ROWS,
@@ -132,7 +136,8 @@ def _bit_linears(step: Step) -> Iterator[Description]:
 
     def edit(rule: Rule) -> Edit:
         def of_floats(step: Step, compute: Edit, acc: Array, w: Any, x_quant_scale: Array) -> Array:
-            return (product(rule(input_floats(step)), matrix(w)) * w.w_dequant_scale).astype(np.float32)
+            scale: np.float32 = w.w_dequant_scale
+            return (product(rule(input_floats(step)), matrix(w)) * scale).astype(np.float32)
 
         return of_floats
 
@@ -160,9 +165,9 @@ IN_16_BITS: dict[str, list[Row]] = {
          lambda to, x, eps: np.sqrt(wide(rounded(np.square(x), to)).mean(-1, keepdims=True) + eps)),
         (1.3, "the sum of squares is kept in {}, term by term",
          lambda to, x, eps: np.sqrt(running_sum(np.square(x), to) / x.shape[-1] + eps)),
-        (1.3, "the mean of squares is rounded to {}", lambda to, x, eps: np.sqrt(rounded(_ms(x), to) + eps)),
+        (1.3, "the mean of squares is rounded to {}", lambda to, x, eps: np.sqrt(rounded(mean_square(x), to) + eps)),
         (1.3, "the sum of squares is rounded to {}",
-         lambda to, x, eps: np.sqrt(rounded(_ms(x) * x.shape[-1], to) / x.shape[-1] + eps)),
+         lambda to, x, eps: np.sqrt(rounded(mean_square(x) * x.shape[-1], to) / x.shape[-1] + eps)),
     ],
     "hook_normalized": [
         (1.3, "the weight of the norm is rounded to {}", lambda to, x, r, w: x / r * rounded(w, to)),
@@ -175,7 +180,7 @@ IN_16_BITS: dict[str, list[Row]] = {
     ],
     "hook_pattern": [
         (1.3, "the scores, less the largest, are rounded to {} before exp",
-         lambda to, s: _shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to))))),
+         lambda to, s: shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to))))),
     ],
     "hook_post": [
         (1.3, "the activation is rounded to {}", lambda to, g, u, n: wide(rounded(GATES[n].function(wide(g)), to)) * u),
@@ -183,8 +188,8 @@ IN_16_BITS: dict[str, list[Row]] = {
     ],
 }
 IN_FEWER_BITS: dict[str, list[Row]] = {  # and in 8
-    "hook_x_scale": [(1.1, "max|x| / 127 is rounded to {}", lambda to, x: 1 / rounded(_absmax(x) / 127, to))],
-    "hook_pattern": [(1.3, "exp(s) is rounded to {}", lambda to, s: _shares(wide(rounded(_e(s), to))))],
+    "hook_x_scale": [(1.1, "max|x| / 127 is rounded to {}", lambda to, x: 1 / rounded(absmax(x) / 127, to))],
+    "hook_pattern": [(1.3, "exp(s) is rounded to {}", lambda to, s: shares(wide(rounded(exponentials(s), to))))],
     "hook_out": [
         (1.1, "the scale of {{w}} is rounded to {}", lambda to, a, w, s: a * (rounded(w.w_dequant_scale, to) / s)),
         (1.1, "the inverse of the activation scale is rounded to {}",
@@ -222,22 +227,22 @@ def _between(step: Step) -> Iterator[Row]:
             yield from ((cost, text.format(name), partial(formula, to)) for cost, text, formula in table.get(kind, ()))
     for top in (127, 255) if kind == "hook_pattern" else ():
         text = f"the pattern is rounded to multiples of 1/{top}"
-        yield 1.3, text, lambda s, top=top: np.rint(_shares(_e(s)) * top) / top
+        yield 1.3, text, lambda s, top=top: np.rint(shares(exponentials(s)) * top) / top
 
 
 def _of_ropes(step: Step) -> Iterator[Row]:
-    p, f = _angles(step)
+    p, f = angles_of(step)
     for name, to in NARROW.items():
         narrow = partial(rounded, dtype=to)
         angles = narrow(narrow(p) * narrow(f))
         text = f"cos and sin are rounded to {name}"
         yield 1.3, text, lambda x, c, s, r=narrow: layers.apply_rope(x, r(c), r(s))
-        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, p * wide(r(f)))
-        yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: _turn(x, wide(a))
+        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: turn(x, p * wide(r(f)))
+        yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: turn(x, wide(a))
         text = f"RoPE's frequencies, angles, cos and sin are in {name}"
         yield 1.2, text, lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a)), r(np.sin(a)))
-        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, wide(r(p * f)))
-        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, wide(r(p)) * f)
+        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p * f)))
+        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p)) * f)
 
 
 def _of_outputs() -> Iterator[Row]:

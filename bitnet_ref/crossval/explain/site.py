@@ -21,8 +21,9 @@ from ...system.lazy import lazy_property
 from ..names import is_by_head, layer_of
 from ..tolerances import EPSILON
 from . import delta_steps, expert_steps, roundings
-from . import edits as step_edits
-from .edits import Description, Family, constants, names_of
+from .edits import constants, descriptions
+from .edits.constants import names_of
+from .edits.kinds import Description, Family
 from .evidence import ROUNDING_LEFT, Evidence
 from .suggested import solved
 from .variants import Step, both_edits
@@ -123,9 +124,9 @@ class Site:
             if len(unit) > 2:
                 distance -= ALL_AT_ONCE
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            for module in (step_edits, delta_steps, expert_steps, roundings):
+            for module in (descriptions, delta_steps, expert_steps, roundings):
                 own += module.descriptions(step)
-            own += [*step_edits.families(step), *delta_steps.families(step)]
+            own += [*constants.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
                 changes_input = "{in" in d.text and "is taken for" not in d.text
@@ -387,7 +388,7 @@ def _named(mistake: Hypothesis) -> Description:
 
 
 def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
-    return lambda step, compute, *inputs: family.edit(constant(constants(step)))(step, compute, *inputs)
+    return lambda step, compute, *inputs: family.edit(constant(constants.numbers_of(step)))(step, compute, *inputs)
 
 
 def say(text: str, step: Step, several: bool = False) -> str:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from ...families.family import Edit, after, before, instead
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
-from . import edits as step_edits
-from .edits import Description, constants, matrix, moved, names_of, scale_inputs
+from .edits.constants import Constant, names_of, numbers_of
+from .edits.kinds import Description, moved, scale_inputs, take_row
+from .edits.products import matrix
 from .evidence import Target
 from .variants import Step
 from .wording import axis_words
@@ -40,7 +41,7 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         taken = np.array([int(np.abs(rows - row).max(axis=1).argmin()) for row in theirs])
         shifts = set(((taken - ids) % len(rows)).tolist())
         if len(shifts) == 1 and (shift := shifts.pop()):
-            yield Description(1, f"the row of id + {shift} is taken", step_edits.take_row(shift))
+            yield Description(1, f"the row of id + {shift} is taken", take_row(shift))
         elif shifts != {0}:
             yield Description(1.5, f"the rows of other ids are taken: {taken.tolist()}", before(1, lambda ids: taken))
     if kind in ("hook_scale", "hook_x_scale"):
@@ -195,16 +196,16 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
         yield Description(1.5, f"it is {' + '.join(terms)}", _sum_edit((a, b), [c for _, c in named], step.name))
 
 
-def _name_of(factor: float, step: Step) -> tuple[str, step_edits.Constant]:
-    """The simplest name of a factor, and its value by `constants`."""
+def _name_of(factor: float, step: Step) -> tuple[str, Constant]:
+    """The simplest name of a factor, and its value by `numbers_of`."""
     if abs(factor) <= 1e-6:
         return "0", lambda _: 0.0
     return next(names_of(factor, step, 1e-5), (f"{factor:.6g}", lambda _: factor))
 
 
-def _sum_edit(names: tuple[str, str], factors: list[step_edits.Constant], origin: str) -> Edit:
+def _sum_edit(names: tuple[str, str], factors: list[Constant], origin: str) -> Edit:
     def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
-        right, numbers = compute(*inputs), constants(step)
+        right, numbers = compute(*inputs), numbers_of(step)
         parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
         first, second = (np.float32(f(numbers)) * part for f, part in zip(factors, parts, strict=True))
         return (first + second).astype(right.dtype)

@@ -12,7 +12,8 @@ from ....families.family import Edit, Hypothesis, instead, leave_out, own_rope, 
 from ....reference.config import RopeConfig
 from ....reference.layers import Array
 from ..attention import is_seen
-from ..edits import interleaved, reads_kv_head, sees_by
+from ..edits.attention import reads_kv_head, sees_by
+from ..edits.rope import interleaved
 from ..variants import Step
 
 rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")

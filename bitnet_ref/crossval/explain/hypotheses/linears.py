@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ....families.family import Edit, Hypothesis, after, before, layer_weights
-from ....reference.layers import Array
+from ....reference.layers import Array, Floats
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear, TernaryWeight
 from ..number_formats import rounded
@@ -46,7 +46,8 @@ def _scale_by_thirds(step: Step, compute: Edit, acc: Array, w: TernaryLinear, x_
     scales = np.array([each.w_dequant_scale for each in _qkv(step)], dtype=np.float32)
     thirds = np.minimum(np.arange(sum(sizes)) * 3 // sum(sizes), 2)  # of the rows of the fused matrix
     own = np.split(thirds, np.cumsum(sizes)[:2])["qkv".index(step.name.rpartition("_proj")[0][-1])]
-    return acc.astype(np.float32) * (scales[own][None, :] / x_quant_scale)
+    factors: Floats = scales[own][None, :] / x_quant_scale
+    return acc.astype(np.float32) * factors
 
 
 def _has_fewer_kv_heads(step: Step) -> bool:
