@@ -87,13 +87,15 @@ class SequenceRun(Mapping[str, Array]):
         self.prompt = None  # The trace's prompt is one text for all sequences.
 
     def __getitem__(self, name: str) -> Array:
-        array, n, count = np.asarray(self.trace[name]), len(self.trace.token_ids), len(self.trace.sequences)
+        array: Array = np.asarray(self.trace[name])
+        n, count = len(self.trace.token_ids), len(self.trace.sequences)
         if not array.ndim:
             return array
         if count < n == count * len(self.token_ids):  # (B, T, ...), (B, H, T, T)
             place = -1 if is_by_head(name) else 1
             if array.ndim > 1 and array.shape[0] == count and array.shape[place] == len(self.token_ids):
-                return array[self.index]
+                own: Array = array[self.index]
+                return own
         if is_by_head(name):
             return array[..., self.rows, self.rows] if array.ndim > 1 else array
         if SYNONYMS.get(name, name) == LOGITS and array.size == count * array.shape[-1] and count != n:

@@ -188,12 +188,12 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values (infinities and NaN as strings)."""
-        out = {**asdict(self), "agrees": self.agrees, "verdict": self.verdict}
+        out: dict[str, Any] = {**asdict(self), "agrees": self.agrees, "verdict": self.verdict}
         out["ops"] = [{**values, "layer": op.layer} for values, op in zip(out["ops"], self.ops, strict=True)]
         out["accumulators"] = dict(zip(("compared", "differ"), self.accumulators, strict=True))
         first = self.first_divergence
         out["first_divergence"] = None if first is None else first.name
-        return _to_json(out)
+        return {key: _to_json(value) for key, value in out.items()}
 
 
 def all_agree(comparisons: Iterable[Comparison]) -> bool | None:

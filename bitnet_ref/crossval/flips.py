@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
-from ..reference.layers import Array
+from ..reference.layers import Array, Floats
 from ..reference.quantization import SCALE_FLOOR
 from ..system.lazy import lazy_property
 from .names import INT8, SCALE, layer_of, linear_input
@@ -74,7 +74,8 @@ def before_rounding(x: Array) -> tuple[Array, Array]:
 def implied_int8(x: Array) -> NDArray[np.int8]:
     """x (N, K) quantised as the contract says."""
     with np.errstate(all="ignore"):
-        return np.clip(np.nan_to_num(np.rint(before_rounding(x)[0])), -128, 127).astype(np.int8)
+        whole: Floats = np.nan_to_num(np.rint(before_rounding(x)[0]))
+        return whole.clip(-128, 127).astype(np.int8)
 
 
 @dataclass(frozen=True)

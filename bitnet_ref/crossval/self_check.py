@@ -121,7 +121,8 @@ def is_shipped(model: Model) -> bool:
 
 
 def read_answers() -> dict[str, Any]:
-    return json.loads((ASSETS / MODEL / "answers.json").read_text(encoding="utf-8"))
+    answers: dict[str, Any] = json.loads((ASSETS / MODEL / "answers.json").read_text(encoding="utf-8"))
+    return answers
 
 
 def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[int, int]:

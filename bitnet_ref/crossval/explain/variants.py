@@ -32,7 +32,7 @@ from ...formats.open import open_checkpoint
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.layers import Array
+from ...reference.layers import Array, Floats
 from ...reference.model import forward
 from ...reference.weights import (
     DenseWeight,
@@ -412,8 +412,9 @@ SMALL = 1 << 17  # bytes of a matrix
 _MOST_STATES = 1 << 24  # numbers: of a layer whose states are steps
 
 
-def _to_int8(x: Array, x_quant_scale: Array) -> NDArray[np.int8]:
-    return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
+def _to_int8(x: Floats, x_quant_scale: Floats) -> NDArray[np.int8]:
+    whole: Floats = np.rint(x * x_quant_scale)
+    return whole.clip(-128, 127).astype(np.int8)
 
 
 @lru_cache(maxsize=128)
@@ -426,7 +427,8 @@ def _transposed(w: TernaryLinear | DenseWeight) -> NDArray[np.floating]:
 def _small_product(x: Array, w: TernaryLinear | DenseWeight) -> Array:
     """The product of a small matrix that is not unpacked or widened each time: a search multiplies often."""
     w_t = _transposed(w)
-    return (x.astype(w_t.dtype) @ w_t).astype(x.dtype if w.bit_linear is None else np.int32)
+    y: Array = x.astype(w_t.dtype) @ w_t
+    return y.astype(x.dtype if w.bit_linear is None else np.int32)
 
 
 def quick_ternary_matmul(w: TernaryLinear, call: Call) -> Call:

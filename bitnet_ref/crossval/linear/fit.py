@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...reference.layers import Array
+from ...reference.layers import Array, Floats
 from .probes import LEVELS, TINY, Answers, Call, read_activations
 from .rules import (
     NORMS,
@@ -68,9 +68,9 @@ def _activation_rules() -> list[Rules]:
     return out
 
 
-def distance(measured: Array, simulated: Array, levels: float | None) -> Array:
+def distance(measured: Floats, simulated: Floats, levels: float | None) -> Floats:
     """Of each value, in steps of its token's quantisation."""
-    step = np.abs(simulated).max(axis=-1, keepdims=True) / (levels or 1000)
+    step: Floats = np.abs(simulated).max(axis=-1, keepdims=True) / (levels or 1000)
     return np.abs(measured - simulated) / np.maximum(step, SMALL)
 
 

@@ -37,7 +37,8 @@ def input_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tup
 
     def through(values: Array) -> Array:
         """What reaches the largest |x| through the scale."""
-        return peak * (g * values).sum(axis=OVER[rules.over], keepdims=True)
+        reaching: Array = peak * (g * values).sum(axis=OVER[rules.over], keepdims=True)
+        return reaching
 
     raw = w.astype(np.float64)
     s = scale_of(w, rules).astype(np.float64)
@@ -84,7 +85,8 @@ def weight_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tu
 
     def through(values: Array) -> Array:
         """What each |w| gets through the mean of all: d mean|W| / dw = sign(w) / size."""
-        return np.sign(w) * (g * values).sum() / w.size
+        reaching: Array = np.sign(w) * (g * values).sum() / w.size
+        return reaching
 
     yield RIGHT, g
     yield f"{RIGHT}, with the output's wrong factor", g * _wrong_factor(w, rules)
