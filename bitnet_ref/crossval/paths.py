@@ -82,13 +82,13 @@ def sum_up(checks: Iterable[tuple[str, PathCheck]]) -> str:
     >>> sum_up([])
     'Nothing was checked.'
     """
-    names = [(f"{backend}: {check.path}", check.passed) for backend, check in checks]
-    differing = [name for name, passed in names if not passed]
-    if not names:
+    rows = list(checks)
+    if not rows:
         return "Nothing was checked."
+    differing = [f"{backend}: {check.path}" for backend, check in rows if not check.passed]
     if not differing:
-        return f"All {len(names)} checks passed."
-    return f"{len(differing)} of {len(names)} checks FAILED: {'; '.join(differing)}"
+        return f"All {len(rows)} checks passed."
+    return f"{len(differing)} of {len(rows)} checks FAILED: {'; '.join(differing)}"
 
 
 MakeBackend = Callable[..., Backend]  # make(**settings) -> a new backend, settings as of its constructor
@@ -116,8 +116,7 @@ def check_long(model: Model, token_ids: Sequence[int], expected: Array) -> PathC
         whole = _equal(_whole(model, tokens, None), expected)
         return whole if whole[1] is not None else _equal(_in_chunks(model, tokens, None), expected)
 
-    (check,) = run_checks([(f"{len(tokens)} tokens", compute)])
-    return check
+    return next(run_checks([(f"{len(tokens)} tokens", compute)]))
 
 
 Outcome = tuple[int, str | None, str]  # numbers compared, the problem if there is one, what to say otherwise
@@ -170,10 +169,7 @@ def _checks(
         yield "exact head", lambda: _equal(_whole(reference.on(make(head="exact")), tokens, None), plain)
     yield "drawn tokens", lambda: _drawn(be, plain)
     yield "text", lambda: _text(model, tokens)
-    yield (
-        "text, 3 prompts",
-        lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
-    )
+    yield "text, 3 prompts", lambda: _text_batch(model, _prompts(tokens), lambda p, greedy: model.generate(p, **greedy))
     yield "greedy steps", lambda: _steps_in_a_row(model, tokens, [GREEDY] * 3)
     yield "drawn steps", lambda: _steps_in_a_row(model, tokens, [GREEDY, DrawRule(0.8), DrawRule(1.0, 20, 0.9, 0.05)])
     yield "text, drafts", lambda: _drafted(model, tokens)
@@ -499,10 +495,8 @@ def _stored(model: Model, k: Array, v: Array) -> tuple[Array, Array]:
 
 def _screened(model: Model, tokens: list[int]) -> Outcome:
     """Candidates for several k, and of single ids, against the whole head."""
-    vocab = model.config.vocab_size
-    batch = TokenBatch.of([(0, 0, tokens)])
-    logits = model.run(batch, model.new_cache(1, len(tokens))).all()
-    compared = 0
+    vocab, batch, compared = model.config.vocab_size, TokenBatch.of([(0, 0, tokens)]), 0
+    logits = _whole(model, tokens, None)
     for k in (1, 7, 40):
         also = [[(11 * i) % vocab, vocab - 1] for i in range(len(tokens))]
         result = model.run(batch, model.new_cache(1, len(tokens)), top=[(k, ids) for ids in also])

@@ -308,7 +308,7 @@ def _compare_to_ours(model: Model, tokens: Sequence[int], theirs: str, count: in
     whole = text_of(len(mine)).rstrip()
     if len(theirs) > len(whole):
         return _parted(logits, len(mine), "the end", repr(theirs[len(whole) :][:24]))
-    return _same(logits, len(mine))
+    return Greedy(len(mine), smallest_margin=float(_margins(logits[: len(mine)]).min()) if mine else None)
 
 
 def _continue(model: Model, tokens: Sequence[int], count: int) -> tuple[list[int], Array]:
@@ -328,10 +328,6 @@ def _within_word(text: str, index: int) -> bool:
 def _margins(logits: Array) -> Array:
     best = np.partition(logits, -2, axis=-1)[:, -2:]
     return np.asarray(best[:, 1] - best[:, 0])
-
-
-def _same(logits: Array, count: int) -> Greedy:
-    return Greedy(count, smallest_margin=float(_margins(logits[:count]).min()) if count else None)
 
 
 def _parted(logits: Array, index: int, mine: str, theirs: str) -> Greedy:

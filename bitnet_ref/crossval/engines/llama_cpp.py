@@ -127,11 +127,6 @@ def _is_interleaved(path: Path) -> bool:
     return known is not None and known[1].permuted
 
 
-def _by_rule(model: Model) -> Model:
-    """The model with ggml's products: inputs of a matrix in 16 bits are rounded to its type."""
-    return Model(model.config, ruled_weights(model.weights), model.backend, model.path)
-
-
 def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
     """By ggml's rule; or against dequantised weights with float activations, with the tolerance of its roundings.
 
@@ -143,7 +138,9 @@ def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trac
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
     alone.engine_dtype = {_EIGHT_BITS: f"{rounding}, alone", _RULE: _EXACT}.get(rounding, rounding)
     is_typed = rounding in (_ROUNDS["F16"], _ROUNDS["BF16"])
-    by_op = judge_trace(_by_rule(reference), trace) if is_typed else judge_trace(reference, alone)
+    # ggml's products: inputs of a matrix in 16 bits are rounded to its type
+    ruled = Model(reference.config, ruled_weights(reference.weights), reference.backend, reference.path)
+    by_op = judge_trace(ruled, trace) if is_typed else judge_trace(reference, alone)
     is_exact = is_typed and bool(by_op.agrees)
     if is_typed and not is_exact:
         by_op = judge_trace(reference, alone)

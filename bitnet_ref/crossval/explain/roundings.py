@@ -50,7 +50,9 @@ def descriptions(step: Step) -> Iterator[Description]:
         yield Description(cost, text, instead(formula), rounds=True)
     weights = [i for i, x in enumerate(step.inputs) if isinstance(x, LinearWeight)]
     if weights == [0]:
-        yield from _tables()
+        for words, rule in MATRICES:
+            if not words.endswith("one scale"):  # which is not known from the rows that were taken
+                yield Description(1, f"the matrix is {words}", with_matrix_in(rule), rounds=True)
     elif weights == [1] and len(step.inputs) == 2 and not step.name.endswith("hook_acc_int32"):
         yield from _dense_products()
     elif weights == [1] and len(step.inputs) == 3:
@@ -100,13 +102,6 @@ def with_matrix_in(rule: Rule, of_input: Rule = np.asarray) -> Edit:
     return edit
 
 
-def _tables() -> Iterator[Description]:
-    """The embedding's rows: a scale of the whole matrix is not known from those that were taken."""
-    for words, rule in MATRICES:
-        if not words.endswith("one scale"):
-            yield Description(1, f"the matrix is {words}", with_matrix_in(rule), rounds=True)
-
-
 _BOTH: list[tuple[str, Rule, Rule]] = [  # of products whose matrix and input are quantised
     ("the matrix and its input are quantised to int8, a scale per row and token", INT8_ROWS, INT8_ROWS),
     ("the matrix is quantised to int4, a scale per row, its input to int8", INT4_ROWS, INT8_ROWS),
@@ -149,14 +144,6 @@ def _bit_linears(step: Step) -> Iterator[Description]:
 # -- between the inputs of a step and its result -----------------------------------------------------------------------
 
 
-def _norm_in(to: Any, x: Array, r: Array, w: Array) -> Array:
-    return rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to)
-
-
-def _gate_by_table(to: Any, gate: Array, up: Array, activation: str) -> Array:
-    return wide(rounded(GATES[activation].function(wide(rounded(gate, to))), to)) * up
-
-
 # By kind of step: cost, words with the format's name in them, the formula of the format and of the step's inputs.
 # fmt: off
 IN_16_BITS: dict[str, list[Row]] = {
@@ -171,7 +158,8 @@ IN_16_BITS: dict[str, list[Row]] = {
     ],
     "hook_normalized": [
         (1.3, "the weight of the norm is rounded to {}", lambda to, x, r, w: x / r * rounded(w, to)),
-        (1.2, "a norm is computed in {}: its input, x / length and their product with the weight", _norm_in),
+        (1.2, "a norm is computed in {}: its input, x / length and their product with the weight",
+         lambda to, x, r, w: rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to)),
         (1.3, "x / length is rounded to {} before its weight", lambda to, x, r, w: rounded(x / r, to) * w),
     ],
     "hook_x_int8": [
@@ -184,7 +172,8 @@ IN_16_BITS: dict[str, list[Row]] = {
     ],
     "hook_post": [
         (1.3, "the activation is rounded to {}", lambda to, g, u, n: wide(rounded(GATES[n].function(wide(g)), to)) * u),
-        (1.3, "the activation is a table of {}: its argument and its value are rounded", _gate_by_table),
+        (1.3, "the activation is a table of {}: its argument and its value are rounded",
+         lambda to, g, u, n: wide(rounded(GATES[n].function(wide(rounded(g, to))), to)) * u),
     ],
 }
 IN_FEWER_BITS: dict[str, list[Row]] = {  # and in 8

@@ -43,6 +43,7 @@ def input_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tup
     raw = w.astype(np.float64)
     s = scale_of(w, rules).astype(np.float64)
     divided = {"divided by": a**0, "not divided by": a, "multiplied by": a * a}[rules.x_out]
+    top = np.inf if rules.x_clip is None or rules.levels is None else rules.x_clip[1]
     ways = {
         RIGHT: g * divided,
         f"{RIGHT}, without the output's wrong factor": dy.astype(np.float64) @ (eff / _wrong_factor(w, rules)),
@@ -53,8 +54,7 @@ def input_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tup
         "without the weights' scale": dy.astype(np.float64) @ (eff / s),
         "times the activations' scale": g * a,
         "divided by the activations' scale": g / a,
-        "none where |x| is the largest: the clip is not passed straight through": g
-        * (np.abs(q) < np.floor(_top(rules))),
+        "none where |x| is the largest: the clip is not passed straight through": g * (np.abs(q) < np.floor(top)),
         "none where |x| > 1": g * (np.abs(n) <= 1),
     }
     for name, dn in ways.items():
@@ -66,10 +66,6 @@ def _wrong_factor(w: Array, rules: Rules) -> Array:
     s = scale_of(w, rules).astype(np.float64)
     out = OUTPUTS[rules.out](s, w.astype(np.float64), quantize_w(w, rules, scale_of(w, rules)))
     return np.asarray(out * rules.constant / s)
-
-
-def _top(rules: Rules) -> float:
-    return float("inf") if rules.x_clip is None or rules.levels is None else rules.x_clip[1]
 
 
 def weight_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tuple[str, Array]]:

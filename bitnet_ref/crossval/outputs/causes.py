@@ -107,7 +107,9 @@ def explain_tokens(
                 explanations.append(explanation)
     except OutOfTime:
         diagnoses.stopped, diagnoses.untested = "the time is up", len(tests) - watch.tested
-    diagnoses += _named(explanations, bits)
+    is_sure = bits >= ENOUGH_BITS and len(explanations) == 1
+    for each in explanations:
+        diagnoses.append(sure_or_possible(each.driving.name, each.cause, each.driving.remedy, is_sure))
     if not explanations and (sampled := looks_sampled([(replay.run, replay.base) for replay in replays])) is not None:
         diagnoses.append(sampled)
     if not any(each.confirmed for each in diagnoses) and not explanations:
@@ -115,12 +117,6 @@ def explain_tokens(
         remedy = "Record a trace (crossval/README.md): it names the first wrong op."
         diagnoses.append(sure_or_possible("record_a_trace", cause, remedy, False))
     return diagnoses
-
-
-def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
-    """One diagnosis for each; confirmed if it is alone and there is enough evidence."""
-    is_sure = bits >= ENOUGH_BITS and len(explanations) == 1
-    return [sure_or_possible(each.driving.name, each.cause, each.driving.remedy, is_sure) for each in explanations]
 
 
 def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
@@ -135,7 +131,8 @@ def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
             held.append((value, rows))
     if not held:
         return None
-    value, rows = min(held, key=lambda each: sum(map(_total_behind, each[1], replays)))
+    runs = [replay.run for replay in replays]
+    value, rows = min(held, key=lambda each: sum(float(_behind(*one).sum()) for one in zip(each[1], runs, strict=True)))
     cause = driving.cause.format(value)
     if len(held) > 1:
         others = sorted(value for value, _ in held)
@@ -152,10 +149,6 @@ def _with(driving: Driving, replays: Sequence[Replay], *value: float) -> list[Ro
     if all(each is None for each in rows):
         return []
     return [replay.base if each is None else each for each, replay in zip(rows, replays, strict=True)]
-
-
-def _total_behind(rows: Rows, replay: Replay) -> float:
-    return float(_behind(rows, replay.run).sum())
 
 
 def _behind(rows: Rows, run: GivenRun) -> Rows:

@@ -68,18 +68,12 @@ def _prompts(model: LoadedModel) -> Iterator[Driving]:
     yield Driving("last_token_dropped", "the prompt's last token was dropped", ask,
         lambda replay: replay.after(replay.run.prompt[:-1]))
     yield Driving("prompt_cut", "only the last {} tokens of the prompt were computed",
-        "Compare the prompt's length with the engine's context and batch.", _cut_front, _CUTS)
+        "Compare the prompt's length with the engine's context and batch.",
+        lambda replay, n: replay.after(replay.run.prompt[-n:]) if n < len(replay.run.prompt) else None, _CUTS)
     yield Driving("prompt_end_cut", "only the first {} tokens of the prompt were computed",
-        "Compare the prompt's length with the engine's batch: all its pieces must be computed.", _cut_end, _CUTS)
+        "Compare the prompt's length with the engine's batch: all its pieces must be computed.",
+        lambda replay, n: replay.after(replay.run.prompt[:n]) if n < len(replay.run.prompt) else None, _CUTS)
     # fmt: on
-
-
-def _cut_front(replay: Replay, count: int) -> Rows | None:
-    return replay.after(replay.run.prompt[-count:]) if count < len(replay.run.prompt) else None
-
-
-def _cut_end(replay: Replay, count: int) -> Rows | None:
-    return replay.after(replay.run.prompt[:count]) if count < len(replay.run.prompt) else None
 
 
 def _edited_prompts(model: LoadedModel) -> list[Driving]:
@@ -113,7 +107,9 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
     for end in end_ids(model):
         name = f"token {end}" if tokenizer is None else tokenizer.id_to_token(end)
         cause = appended.cause.replace("an end token", f"the end token {name}")
-        rows = partial(encoded, name="eos_appended", end=end) if tokenizer else partial(_append, end=end)
+        rows = partial(encoded, name="eos_appended", end=end)
+        if tokenizer is None:
+            rows = partial(lambda replay, end: replay.after([*replay.run.prompt, end]), end=end)
         drivings.append(Driving("eos_appended", cause, appended.remedy, rows))
     if tokenizer is not None and tokenizer.chat_template:
         # fmt: off
@@ -125,10 +121,6 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
         ]
         # fmt: on
     return drivings
-
-
-def _append(replay: Replay, end: int) -> Rows | None:
-    return replay.after([*replay.run.prompt, end])
 
 
 def _as_message(replay: Replay) -> Rows | None:
@@ -183,18 +175,14 @@ def _positions() -> Iterator[Driving]:
     yield Driving("prompt_cache_unseen", "new tokens see each other only, and not the prompt",
         "The mask of decoding begins at position 0 of the sequence.", _unseen)
     yield Driving("prompt_cache_short", "the cache has only the first {} tokens of the prompt, and zeros behind them",
-        "Keep the keys and values of all pieces of the prompt.", _short, _CUTS)
+        "Keep the keys and values of all pieces of the prompt.",
+        lambda replay, n: replay.decoded(0, replay.run.prompt[:n]) if n < len(replay.run.prompt) else None, _CUTS)
     # fmt: on
 
 
 def _unseen(replay: Replay) -> Rows | None:
     new = replay.run.tokens[:-1]
     return None if not new else np.concatenate([replay.base[:1], np.asarray(replay.model.logits(new))])
-
-
-def _short(replay: Replay, count: int) -> Rows | None:
-    prompt = replay.run.prompt
-    return replay.decoded(0, prompt[:count]) if count < len(prompt) else None
 
 
 def _penalties(longest: int) -> Iterator[Driving]:

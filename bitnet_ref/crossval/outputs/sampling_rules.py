@@ -67,10 +67,6 @@ def _penalties(row: Row, params: SamplingParams) -> NDArray[np.float64]:
     return np.asarray(rules.apply(row.ids, row.logits), dtype=np.float64)
 
 
-def _temper(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    return logits.astype(np.float64) / temperature
-
-
 def _first(ids: NDArray[np.int64], p: Probabilities, count: int) -> Distribution:
     count = max(1, count)
     return ids[:count], p[:count] / p[:count].sum()
@@ -85,15 +81,16 @@ def _top_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, mor
     return kept if not more or params.top_p == 1 else _first(ids, p, len(kept[0]) + more)
 
 
-def _min_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    return _first(ids, p, count_min_p(np.log(p), params.min_p)) if params.min_p > 0 else (ids, p)
-
-
-def _typical_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    return typical(ids, p, params.typical_p)
-
-
-RIGHT = Stages(_penalties, _temper, {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p, "typical_p": _typical_p})
+RIGHT = Stages(
+    _penalties,
+    lambda logits, temperature: logits.astype(np.float64) / temperature,
+    {
+        "top_k": _top_k,
+        "top_p": _top_p,
+        "min_p": lambda ids, p, s: _first(ids, p, count_min_p(np.log(p), s.min_p)) if s.min_p > 0 else (ids, p),
+        "typical_p": lambda ids, p, params: typical(ids, p, params.typical_p),
+    },
+)
 
 
 def truth(row: Row, params: SamplingParams) -> Probabilities:
@@ -136,10 +133,6 @@ def _exclusive_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParam
     return _first(ids, p, int(np.searchsorted(before, params.top_p, side="right"))) if params.top_p < 1 else (ids, p)
 
 
-def _absolute_min_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    return _first(ids, p, int((p >= params.min_p).sum())) if params.min_p > 0 else (ids, p)
-
-
 def _typical_more(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int) -> Distribution:
     if params.typical_p == 1:
         return ids, p
@@ -148,11 +141,6 @@ def _typical_more(ids: NDArray[np.int64], p: Probabilities, params: SamplingPara
     count = len(typical(ids, p, params.typical_p)[0]) + more
     keep = np.sort(nearest[: max(1, count)])
     return ids[keep], p[keep] / p[keep].sum()
-
-
-def _typical_by_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    """The most likely tokens up to the mass, as top_p does."""
-    return nucleus(ids, p, params.typical_p)
 
 
 def _part_penalised(row: Row, params: SamplingParams, part: str) -> NDArray[np.float64]:
@@ -189,11 +177,6 @@ def _counting_prompt(row: Row, params: SamplingParams, only: bool) -> NDArray[np
     return np.asarray(rule(row.prompt if only else row.ids, logits), dtype=np.float64)
 
 
-def _second_softmax(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    """Temperature on probabilities, which go through softmax again."""
-    return np.asarray(softmax(logits.astype(np.float64)) / temperature)
-
-
 def _with(**changes: Any) -> Callable[[SamplingParams], SamplingParams]:
     return lambda params: replace(params, **changes)
 
@@ -205,7 +188,8 @@ WRONG_RULES: tuple[WrongRule, ...] = (
     WrongRule("temperature_ignored", "temperature changes nothing (probabilities divided by it and normalised again)",
         "Divide the logits, not the probabilities.", ("temperature",), RIGHT, _with(temperature=1.0)),
     WrongRule("temperature_after_softmax", "temperature divides probabilities, which go through softmax again",
-        "Divide the logits, and take softmax once.", ("temperature",), replace(RIGHT, temper=_second_softmax)),
+        "Divide the logits, and take softmax once.", ("temperature",),
+        replace(RIGHT, temper=lambda logits, t: np.asarray(softmax(logits.astype(np.float64)) / t))),
     WrongRule("temperature_multiplied", "logits are multiplied by the temperature", "Divide them.", ("temperature",),
         replace(RIGHT, temper=lambda logits, t: logits.astype(np.float64) * t)),
     WrongRule("top_k_one_short", "top_k keeps one token too few", "Keep k tokens.", ("top_k",),
@@ -229,11 +213,12 @@ WRONG_RULES: tuple[WrongRule, ...] = (
     WrongRule("top_p_and_min_p_exchanged", "top_p and min_p are exchanged", "Exchange the two arguments.",
         ("top_p", "min_p"), RIGHT, lambda params: replace(params, top_p=params.min_p, min_p=params.top_p)),
     WrongRule("min_p_absolute", "min_p is relative to 1, and not to the most likely token",
-        "Multiply min_p by the largest probability.", ("min_p",), _limit("min_p", _absolute_min_p)),
+        "Multiply min_p by the largest probability.", ("min_p",),
+        _limit("min_p", lambda ids, p, s: _first(ids, p, int((p >= s.min_p).sum())) if s.min_p > 0 else (ids, p))),
     WrongRule("min_p_ignored", "min_p is not applied", "Apply it.", ("min_p",), RIGHT, _with(min_p=0.0)),
     WrongRule("typical_as_top_p", "typical_p is taken as top_p",
         "Order the tokens by how near their surprise is to its mean.", ("typical_p",),
-        _limit("typical_p", _typical_by_p)),
+        _limit("typical_p", lambda ids, p, params: nucleus(ids, p, params.typical_p))),
     WrongRule("typical_one_short", "typical_p keeps one token too few", "Keep the token that reaches the mass.",
         ("typical_p",), _limit("typical_p", partial(_typical_more, more=-1))),
     WrongRule("typical_one_more", "typical_p keeps one token too many", "End with the token that reaches the mass.",

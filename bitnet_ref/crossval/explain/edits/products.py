@@ -41,13 +41,8 @@ CODES = {
 TERNARY_MATRICES: list[Row] = [(1, f"the codes of {{w}} are {words}", lambda m, codes=codes: np.array(codes, dtype=np.float32)[m.astype(int) + 1]) for words, codes in CODES.items()]
 
 
-def _shifted_with_sign(are_highest: Callable[[Array], Array]) -> Change:
-    """Codes in the two highest bits of a byte, 2 for +1, that are shifted down with their sign: -2, so -3."""
-    return lambda m: np.where(are_highest(m) & (m > 0), np.float32(-3), m)
-
-
 TERNARY_MATRICES += [
-    (1.2, f"the codes of {{w}} in the highest bits of a byte, of {words}, are shifted with their sign, so that +1 becomes -3", _shifted_with_sign(are_highest))
+    (1.2, f"the codes of {{w}} in the highest bits of a byte, of {words}, are shifted with their sign, so that +1 becomes -3", lambda m, are_highest=are_highest: np.where(are_highest(m) & (m > 0), np.float32(-3), m))
     for words, are_highest in (
         ("the last quarter of rows", lambda m: np.arange(len(m))[:, None] >= len(m) // 4 * 3), ("each fourth weight", lambda m: np.arange(m.shape[1]) % 4 == 3),
         ("the first 32 of 128 weights", lambda m: (np.arange(m.size).reshape(-1, 128) % 128 < 32).reshape(m.shape)),

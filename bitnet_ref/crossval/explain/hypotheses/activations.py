@@ -100,10 +100,6 @@ def _of_floats(compute: Edit, x: Array, w: TernaryLinear, scale: Array) -> Array
     return compute(layers.dense_matmul(x, w.ternary().astype(np.float32)), w, np.ones_like(scale))
 
 
-def _unquantized(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
-    return _of_floats(compute, input_floats(step), w, scale)
-
-
 def _in_plain_blocks(size: int) -> Edit:
     """int8 values with a scale for each block; what is computed from them is computed from the blocks' own."""
 
@@ -176,5 +172,6 @@ HYPOTHESES = (
         "The scale is 127 / max|x|, and 0 is 0.", _asymmetric),
     product_mistake("activations_not_quantised",
         "activations are not quantised: dense products with the dequantised weights",
-        "Quantise the input of every BitLinear to int8.", _unquantized, dequantizes),
+        "Quantise the input of every BitLinear to int8.",
+        lambda step, compute, acc, *rest: _of_floats(compute, input_floats(step), *rest), dequantizes),
 )
