@@ -121,6 +121,11 @@ def layer_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def role(name: str) -> str:
+    """The name without its block: the same in every layer."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
 def trace_name(part: str) -> str:
     """The name of what a part of the model computes: "blocks.0.attn_norm" -> "blocks.0.ln1.hook_normalized"."""
     if part in (outside := {"embedding": "hook_embed", "final_norm": f"ln_final.{NORMALIZED}", "lm_head": LOGITS}):

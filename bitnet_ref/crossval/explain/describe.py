@@ -12,25 +12,19 @@ import numpy as np
 
 from ...families.family import Edit, Hypothesis
 from ..compare import View
-from ..names import layer_of
+from ..names import layer_of, role
 from .edits.kinds import Description
 from .evidence import Evidence, tensors_left
 from .site import Explanation, Report, Site, say
 from .variants import IMPOSSIBLE, Setting, Step, is_same
-from .wording import remedy, role, scope_in_words
+from .wording import remedy, scope_in_words
 
-RELATED = (
-    {"hook_rot_q", "hook_rot_k"},
-    {"hook_rot_k", "hook_v"},
-    {"hook_resid_mid", "hook_resid_post"},
-    {"hook_attn_out", "hook_mlp_out"},
-    {"hook_embed", "hook_out"},
-    {"hook_attn_scores", "hook_z"},
-    {"hook_q", "hook_k", "hook_v"},
-    {"hook_state", "hook_delta_out"},
-    {"hook_x_scale", "hook_x_int8"},
+RELATED = (  # one mistake in all
+    {"hook_rot_q", "hook_rot_k"}, {"hook_rot_k", "hook_v"}, {"hook_resid_mid", "hook_resid_post"},
+    {"hook_attn_out", "hook_mlp_out"}, {"hook_embed", "hook_out"}, {"hook_attn_scores", "hook_z"},
+    {"hook_q", "hook_k", "hook_v"}, {"hook_state", "hook_delta_out"}, {"hook_x_scale", "hook_x_int8"},
     {"hook_pre", "hook_pre_linear", "hook_expert_out"},
-)  # one mistake in all
+)  # fmt: skip
 
 
 @dataclass

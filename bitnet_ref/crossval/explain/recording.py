@@ -10,11 +10,11 @@ from ...backends.loaded import LoadedModel
 from ...families.family import Edit, like
 from ...reference.layers import Array
 from ..compare import DIFFERS, Comparison, compare, count_tensors
-from ..names import LOGITS, is_by_head
+from ..names import LOGITS, is_by_head, role
 from ..tolerances import UNUSED_EXCESS
 from .edits.changes import changes
 from .variants import IMPOSSIBLE, Setting, Step, is_same
-from .wording import noun, role
+from .wording import noun
 
 
 def wrong_recording(

@@ -19,11 +19,10 @@ from ...reference.layers import ACTIVATIONS as GATES
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ..names import is_by_head
-from .edits.attention import exponentials, shares
+from .edits.attention import angles_of, exponentials, shares, turn
 from .edits.by_token import absmax, mean_square
 from .edits.kinds import Description, Row, input_floats, wide
 from .edits.products import matrix, product
-from .edits.rope import angles_of, turn
 from .number_formats import (
     FLOATS,
     INT4_ROWS,

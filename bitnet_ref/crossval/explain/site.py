@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...families.family import Edit, Hypothesis
 from ...reference.layers import Array
 from ...system.lazy import lazy_property
-from ..names import is_by_head, layer_of
+from ..names import is_by_head, layer_of, role
 from ..tolerances import EPSILON
 from . import delta_steps, expert_steps, roundings
 from .edits import constants, descriptions
@@ -27,7 +27,7 @@ from .edits.kinds import Description, Family
 from .evidence import ROUNDING_LEFT, Evidence
 from .suggested import solved
 from .variants import Step, both_edits
-from .wording import noun, place_in_words, role
+from .wording import noun, place_in_words
 
 
 class Report(Protocol):
@@ -40,28 +40,16 @@ class Report(Protocol):
 
 # Steps that one mistake may be in together.
 PAIRS = (
-    ("hook_rot_q", "hook_rot_k"),
-    ("hook_q", "hook_k"),
-    ("hook_attn_scores", "hook_z"),
-    ("hook_rot_k", "hook_v"),
-    ("hook_resid_mid", "hook_resid_post"),
-    ("hook_state", "hook_delta_out"),
-    ("hook_scale", "hook_normalized"),
-)
+    ("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"), ("hook_attn_scores", "hook_z"), ("hook_rot_k", "hook_v"),
+    ("hook_resid_mid", "hook_resid_post"), ("hook_state", "hook_delta_out"), ("hook_scale", "hook_normalized"),
+)  # fmt: skip
 BETWEEN_TOKENS = (
-    "hook_pattern",
-    *("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k"),
+    *("hook_pattern", "hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k"),
     *("hook_attn_scores", "hook_z"),
 )
 # What one mistake may be in, among the steps of one kind.
 GROUPS = (
-    "",
-    r"\.attn\.",
-    r"\.mlp\.",
-    r"\.[qkv]_proj\.",
-    r"\.ln",
-    "sub_norm",
-    "gate_proj|up_proj",
+    *("", r"\.attn\.", r"\.mlp\.", r"\.[qkv]_proj\.", r"\.ln", "sub_norm", "gate_proj|up_proj"),
     r"\.(o|down)_proj\.",
 )
 SAME_CONSTANT = 1e-5  # how near to the right constant, relative, one is the right one

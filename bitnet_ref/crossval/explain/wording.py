@@ -12,7 +12,7 @@ import numpy as np
 from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
 from ...reference.layers import Array
-from ..names import layer_of
+from ..names import layer_of, role
 from .variants import Setting, Step
 
 NOUNS = {
@@ -51,11 +51,6 @@ def _nouns() -> dict[str, str]:
 def _functions() -> dict[str, tuple[Callable[..., Any], str]]:
     """What computes steps, those of all families: by the last part of the name."""
     return FUNCTIONS | {step.name.rpartition(".")[2]: step.source for step in all_steps() if step.source is not None}
-
-
-def role(name: str) -> str:
-    """The name without its block."""
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def noun(name: str) -> str:

@@ -2,6 +2,6 @@
 
 Two kinds of edits apply to every step. One changes an input or the result: it is moved, scaled, rounded, left out or
 replaced by another tensor of the run (`changes`). The other replaces the step's formula, by a row of a table of
-formulas: `by_token`, `attention`, `rope`, `products`. A `Family` is an edit with an unknown constant (`constants`), for
+formulas: `by_token`, `attention`, `products`. A `Family` is an edit with an unknown constant (`constants`), for
 which `site` solves. `site` tries the edits and returns those that give the engine's tensor.
 """

@@ -15,11 +15,10 @@ from ....reference import layers
 from ....reference.layers import Array
 from ....reference.weights import LinearWeight
 from ..variants import Step
-from .attention import distance, exponentials, softmax
+from .attention import angles_of, distance, exponentials, softmax, turn
 from .by_token import absmax, act, mean_square, sigmoid, to_int8
 from .kinds import ConstantRow, Family, Formula, wide
 from .products import matrix, product
-from .rope import angles_of, turn
 
 
 # fmt: off

@@ -11,12 +11,11 @@ from ....reference import layers
 from ....reference.weights import LinearWeight
 from ...names import is_by_head
 from ..variants import Step
-from .attention import PATTERNS, kv_maps, scores
+from .attention import PATTERNS, kv_maps, ropes, scores, turn
 from .by_token import ACTIVATION_SCALES, INT8_RULES, LENGTHS, NORMS, RESIDUALS, gates, lengths_of_blocks, mean_square
 from .changes import changes
 from .kinds import Description, Row, from_run, normed_by, norms_of, take_row, with_part
 from .products import DEQUANTIZED, merged, products, whole_tiles
-from .rope import ropes, turn
 
 # fmt: off
 FORMULAS: dict[str, Callable[[Step], Iterable[Row]]] = {

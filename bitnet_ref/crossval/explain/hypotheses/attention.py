@@ -12,8 +12,7 @@ from ....families.family import Hypothesis, instead, leave_out, own_rope, turned
 from ....reference.config import RopeConfig
 from ....reference.layers import Array
 from ..attention import is_seen
-from ..edits.attention import reads_kv_head, sees_by
-from ..edits.rope import interleaved
+from ..edits.attention import interleaved, reads_kv_head, sees_by
 from ..variants import Step
 
 rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
