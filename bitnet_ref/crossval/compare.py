@@ -181,10 +181,9 @@ class Comparison:
             + (f" (did you mean {near}?)" if near else last * ((layer_of(name) or 0) >= self.layers))
             for name, near in self.unknown.items()
         ]
-        out = [f"{count_tensors(self.unknown)} not compared, with a name that no run has: {listed(names)}"] * bool(
-            names
-        )
-        return out + [f"{count_tensors(self.missing)} not recorded: {listed(self.missing)}"] * bool(self.missing)
+        unknown = f"{count_tensors(self.unknown)} not compared, with a name that no run has: {listed(names)}"
+        missing = f"{count_tensors(self.missing)} not recorded: {listed(self.missing)}"
+        return [unknown] * bool(names) + [missing] * bool(self.missing)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values (infinities and NaN as strings)."""
@@ -243,9 +242,8 @@ def compare(
         for name in order:
             walk.step(name)
     if not comparison.ops:
-        comparison.problem = "the two runs have no tensor in common" + (
-            f"; {comparison.gaps[0]}" if comparison.unknown else ""
-        )
+        gaps = f"; {comparison.gaps[0]}" if comparison.unknown else ""
+        comparison.problem = f"the two runs have no tensor in common{gaps}"
     return comparison
 
 
@@ -377,9 +375,8 @@ class Walk:
         fresh = beyond & ~reached
         if kind == "activation int8" and fresh.any() and self.comparison.mode == "free-running":
             runs, linear = (self.reference, self.candidate), name.rpartition(".")[0]
-            judged = judge_flips(
-                *runs, linear, self.config, depth or 0, fresh, mine[:], theirs[:], own_engine=self.own_engine
-            )
+            own, depths = self.own_engine, depth or 0
+            judged = judge_flips(*runs, linear, self.config, depths, fresh, mine[:], theirs[:], own_engine=own)
             if judged.unexplained is not None:
                 return DIFFERS, judged.unexplained[0], f"{list(judged.unexplained)}: {judged.why}"
             self.comparison.n_flips += len(judged.flips)

@@ -289,11 +289,8 @@ def write_golden(out: Path) -> list[GoldenFile]:
                 nbytes = sum(file.stat().st_size for file in each if file.is_file())
                 engine = engine_of(load(source, backend="numpy").config, target)
                 files.append(GoldenFile(tiny.name, target, f"{tiny.name}/{path.name}", nbytes, engine))
-        facts = {
-            "tolerance": TOLERANCE,
-            "models": {tiny.name: tiny.about for tiny in MODELS},
-            "files": [file._asdict() for file in files],
-        }
+        about = {tiny.name: tiny.about for tiny in MODELS}
+        facts = {"tolerance": TOLERANCE, "models": about, "files": [file._asdict() for file in files]}
         (folder / "files.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         shutil.copyfile(ASSETS / "golden.md", folder / "README.md")
     return files
@@ -316,8 +313,6 @@ def _draw_model(tiny: TinyModel, folder: Path) -> NDArray[np.int64]:
 def _tiles(width: int) -> str:
     """bitnet.cpp's kernel_config.ini, with tile sizes for the shapes of the model `bitnet`.   width: BK"""
     shapes = ((256, 256), (64, 256), (512, 256), (256, 512))
-    kernels = [
-        f"[Kernels_{number}]\nm = {m}\nk = {k}\nbm = 64\nbk = {width}\nbmm = 32\n"
-        for number, (m, k) in enumerate(shapes)
-    ]
+    text = "[Kernels_{}]\nm = {}\nk = {}\nbm = 64\nbk = {}\nbmm = 32\n"
+    kernels = [text.format(number, m, k, width) for number, (m, k) in enumerate(shapes)]
     return "\n".join(kernels)

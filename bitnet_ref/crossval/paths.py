@@ -263,9 +263,8 @@ def _several(
         parts += [(2, 2 * step, third)] if third else []
         run([part for part in parts if part[2]])
     begun = [slot for slot, each in enumerate(logits) if each]  # the third may not have
-    alone = [
-        _whole(model.with_adapter(names[slot]), rows[slot][: sum(map(len, logits[slot]))], "ops") for slot in begun
-    ]
+    lengths = [sum(map(len, each)) for each in logits]
+    alone = [_whole(model.with_adapter(names[slot]), rows[slot][: lengths[slot]], "ops") for slot in begun]
     return _equal(np.concatenate([np.concatenate(logits[slot]) for slot in begun]), np.concatenate(alone))
 
 

@@ -131,9 +131,8 @@ class Crossing:
     def gaps(self) -> list[str]:
         """What is wrong with a trace's names, and what the comparison of the whole run left out: names that no run has,
         tensors that were not recorded."""
-        return self.misnamed_in_words + [
-            gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps
-        ]
+        of_runs = [gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps]
+        return self.misnamed_in_words + of_runs
 
     @property
     def checks(self) -> list[PathCheck]:
@@ -157,10 +156,8 @@ class Crossing:
     @property
     def runs(self) -> list[FurtherRun]:
         """Every run: the short one, the long one, and those in several calls or of several sequences."""
-        runs = (
-            [FurtherRun("short", self.comparisons[-1].tokens, "one call", self.comparisons)] if self.comparisons else []
-        )
-        runs += [FurtherRun("long", self.long[-1].tokens, "one call", self.long)] if self.long else []
+        runs = [FurtherRun("short", each.tokens, "one call", self.comparisons) for each in self.comparisons[-1:]]
+        runs += [FurtherRun("long", each.tokens, "one call", self.long) for each in self.long[-1:]]
         return runs + self.further
 
     @property
@@ -174,9 +171,8 @@ class Crossing:
             also = f"; so does {', '.join(others)}" if others else ""
             if each.same_as_short is False:
                 which = "in one call it agrees" if short else "in one call it differs too, in another way"
-                parts.append(
-                    f"{each.name} ({each.words}) DIFFERS, {which}: {each.verdict.removeprefix('DIFFERS, ')}{also}"
-                )
+                differs = each.verdict.removeprefix("DIFFERS, ")
+                parts.append(f"{each.name} ({each.words}) DIFFERS, {which}: {differs}{also}")
             elif each.same_as_short:
                 parts.append(f"{each.name} ({each.words}) has the same tensors as one call")
             else:
@@ -207,11 +203,8 @@ class Crossing:
         if self.sequences > 1:
             numbers = ", ".join(str(i + 1) for i in self.wrong_sequences)
             only = "only in sequence" if len(self.wrong_sequences) == 1 else "in sequences"
-            verdict = (
-                f"{only} {numbers} of {self.sequences}: {verdict}"
-                if numbers
-                else f"{verdict}; {self.sequences} sequences"
-            )
+            place = f"{only} {numbers} of {self.sequences}: " if numbers else ""
+            verdict = f"{place}{verdict}" if numbers else f"{verdict}; {self.sequences} sequences"
         if not shown.agrees and shown not in self.comparisons:
             verdict = f"with {shown.tokens} tokens: {verdict}"
         elif shown.agrees and self.long:
@@ -234,9 +227,8 @@ class Crossing:
         if self.contract is None or self.contract.logits is None:
             return verdict
         logits = self.contract.logits
-        return (
-            f"{verdict}; against the contract max KL {logits.kl_max:.1e}, top-1 agreement {logits.top1_agreement:.1%}"
-        )
+        figures = f"max KL {logits.kl_max:.1e}, top-1 agreement {logits.top1_agreement:.1%}"
+        return f"{verdict}; against the contract {figures}"
 
     def diagnosis(self) -> list[str]:
         """One sentence for each cause that is confirmed or explains a part, or one that says that none does.
@@ -261,9 +253,8 @@ class Crossing:
         if failed := self.causes.failed:
             named = "; ".join(f"{cause} ({error})" for cause, error in failed.items())
             sentences.append(f"not tested, as the reference cannot be run so on this model: {named}")
-        return sentences + [
-            f"{cause.cause}: record {cause.record_next} next" for cause in self.causes if cause.record_next
-        ]
+        next_ones = [f"{cause.cause}: record {cause.record_next} next" for cause in self.causes if cause.record_next]
+        return sentences + next_ones
 
     def examples(self) -> list[str]:
         """Values worked through: of the causes that were found, or of the first wrong op."""
@@ -446,10 +437,8 @@ def _flips(comparison: Comparison) -> str:
 
 
 def _table(ops: Sequence[OpResult]) -> str:
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("tensor", "kind", "status", "differ", "of", "max abs", "rel. L2", "cosine", "scale ratio", "note")
-    )
+    columns = ("tensor", "kind", "status", "differ", "of", "max abs", "rel. L2", "cosine", "scale ratio", "note")
+    head = "".join(f"<th>{name}</th>" for name in columns)
     rows = []
     for op in ops:
         figures = [f"{op.n_differ:,}", f"{op.n_values:,}", f"{op.max_abs:.3g}", f"{op.relative_l2:.2g}"]

@@ -22,9 +22,8 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) 
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str = "#d0d7de", width: float = 1) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width:.1f}"/>'
-    )
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {ends} stroke="{colour}" stroke-width="{width:.1f}"/>'
 
 
 def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:

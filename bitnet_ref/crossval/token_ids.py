@@ -165,8 +165,8 @@ class Greedy:
             else:
                 verdict = f"AGREES: equal for {count}{margin}"
             if self.hidden:
-                verdict += (
-                    f". The same tokens come with a mistake, so they do not rule it out: {'; '.join(self.hidden)}"
+                verdict += ". The same tokens come with a mistake, so they do not rule it out: " + "; ".join(
+                    self.hidden
                 )
             return verdict
         near = ", which a single rounding flip can decide" if self.margin is not None and self.margin < NEAR_TIE else ""

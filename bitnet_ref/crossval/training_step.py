@@ -111,9 +111,8 @@ def _compare(ours: Trainer, theirs: Trainer, tokens: Array, most: float | None =
     (loss, gradients), (their_loss, their_gradients) = (t.loss_and_gradients(tokens) for t in (ours, theirs))
     limit = GRADIENTS["dense" if config.quantization is None or backend == "cython" else "ternary"].relative_l2
     most = limit if most is None else most
-    distances = {
-        n: float(np.linalg.norm(to_host(their_gradients[n]) - g) / np.linalg.norm(g)) for n, g in gradients.items()
-    }
+    apart = {name: to_host(their_gradients[name]) - g for name, g in gradients.items()}
+    distances = {name: float(np.linalg.norm(apart[name]) / np.linalg.norm(g)) for name, g in gradients.items()}
     worst = max(distances, key=lambda name: distances[name])
     if not abs(their_loss - loss) <= limit * loss:
         return f"the loss is {their_loss}, NumPy's {loss}", 0.0

@@ -56,10 +56,8 @@ class ExternalEngine:
 
     def missing(self, python: str | None = None) -> str | None:
         """Why the engine cannot run in that interpreter (None: this one), or None when it can."""
-        code = (
-            "import importlib.util as u, json, sys\n"
-            "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
-        )
+        absent = "[m for m in sys.argv[1:] if u.find_spec(m) is None]"
+        code = f"import importlib.util as u, json, sys; print(json.dumps({absent}))"
         try:
             done = _run([python or sys.executable, "-c", code, *self.modules], 60)
         except (OSError, subprocess.TimeoutExpired) as problem:
@@ -70,10 +68,8 @@ class ExternalEngine:
         if not missing:
             return None
         place = "" if python is None else f" in {python}"
-        return (
-            f"{', '.join(missing)} not installed{place}: pip install {self.pip}, or name an interpreter that has it "
-            "with --python"
-        )
+        install = f"pip install {self.pip}, or name an interpreter that has it with --python"
+        return f"{', '.join(missing)} not installed{place}: {install}"
 
     def record(
         self, jobs: Sequence[Mapping[str, Any]], python: str | None = None, timeout_s: float = TIMEOUT_S

@@ -246,9 +246,8 @@ def _count_equally_rounded(right: Mapping[str, Array], trace: Trace | SequenceRu
     for name, w in model.weights.linears():
         source = linear_input(name, model.config)
         if isinstance(w, RuledLinear) and w.inputs in WIDTHS and source in trace and source in right:
-            both = (
-                np.asarray(run[source], dtype=np.float32).reshape(len(trace.token_ids), -1) for run in (right, trace)
-            )
+            count = len(trace.token_ids)
+            both = (np.asarray(run[source], dtype=np.float32).reshape(count, -1) for run in (right, trace))
             mine, theirs = (round_inputs(x, w.inputs).x_q for x in both)
             first = min([first, *np.flatnonzero((mine != theirs).any(axis=1)).tolist()])
     return first

@@ -118,9 +118,8 @@ def _module_of(part: str) -> tuple[str, str]:
     nouns = _nouns()
     if part in nouns:
         return "{}", nouns[part]
-    return HOOKS.get(hook, hook + " of {}"), nouns.get(
-        owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner
-    )
+    owner_in_words = nouns.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
+    return HOOKS.get(hook, hook + " of {}"), owner_in_words
 
 
 def _joined(words: Sequence[str]) -> str:

@@ -40,9 +40,8 @@ def by_difference(options: Options, weight: Mapping[str, float]) -> list[dict[st
 
     def cost(combination: Sequence[Any]) -> float:
         pairs = zip(options.items(), combination, strict=True)
-        return sum(
-            weight.get(name, 1) + values.index(value) / 1000 for (name, values), value in pairs if value != values[0]
-        )
+        others = ((name, values.index(value)) for (name, values), value in pairs if value != values[0])
+        return sum(weight.get(name, 1) + place / 1000 for name, place in others)
 
     return [dict(zip(options, each, strict=True)) for each in sorted(product(*options.values()), key=cost)]
 

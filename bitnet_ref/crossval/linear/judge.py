@@ -171,9 +171,8 @@ class _Judge:
             return LineVerdict(line, WRONG, text, where, float(again[at] / self.factor), float(first[at] / self.factor))
         if rules.levels is None:
             return LineVerdict(line, WRONG, "not at all")
-        name = next(
-            (name for level in LEVELS if (name := f"ties {level:g}") in self.seen and level == rules.levels), "tokens"
-        )
+        shown = [name for level in LEVELS if level == rules.levels and (name := f"ties {level:g}") in self.seen]
+        name = shown[0] if shown else "tokens"
         x = self.calls[name].x
         n = NORMS[rules.norm](x)
         right_q, a = quantize_x(n, replace(rules, x_round="half to even", x_clip=(-128, 127)))

@@ -181,9 +181,8 @@ def _misfits(rows: Rows, run: GivenRun) -> NDArray[np.bool_]:
 
 def _bits(replay: Replay, wrong: NDArray[np.bool_]) -> float:
     """How unlikely the wrong ids are in the reference: the sum of -log2 p."""
-    surprise = [
-        -float(log_probabilities(replay.base[i])[replay.run.tokens[i]]) / math.log(2) for i in np.flatnonzero(wrong)
-    ]
+    chosen = ((replay.base[i], replay.run.tokens[i]) for i in np.flatnonzero(wrong))
+    surprise = [-float(log_probabilities(row)[token]) / math.log(2) for row, token in chosen]
     return sum(min(each, _MOST_BITS) for each in surprise)
 
 
@@ -202,9 +201,8 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
         elif greedy.reference == "the end" and not _misfits(Replay(model, within_context(model, run)).base, run).any():
             end = name_of(model, next(token for token in tokens if token in ends))
             cause = f"the end token ({end}) does not end the generation"
-            remedy = (
-                "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001."
-            )
+            ends_of_turns = "2B-4T ends its turns with 128009, not with 128001."
+            remedy = f"Stop on every id of eos_token_id and on <|eot_id|>: {ends_of_turns}"
             found["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
         else:
             return []

@@ -301,10 +301,8 @@ class TokenTexts:
         if not all(choices) or not choices:
             return None
         shift = len(entries) - len(expected)  # of tokens that were added at the start
-        ids = [
-            next((t for t in each if t in expected[max(0, i - abs(shift)) : i + 1]), each[0])
-            for i, each in enumerate(choices)
-        ]
+        near = (expected[max(0, i - abs(shift)) : i + 1] for i in range(len(choices)))
+        ids = [next((t for t in each if t in own), each[0]) for each, own in zip(choices, near, strict=True)]
         unclear = [i for i, each in enumerate(choices) if len(each) > 1 and ids[i] not in expected]
         for _ in range(3 if unclear and prompt else 0):
             logits = self._model.logits([*prompt, *ids][: self._model.context_length])[len(prompt) - 1 :]

@@ -119,10 +119,8 @@ def _first_difference(theirs: Sequence[Probabilities], right: Sequence[Probabili
     row = next(i for i, (a, b) in enumerate(zip(theirs, right, strict=True)) if not _is_close([a], [b]))
     token = int(np.abs(theirs[row] - right[row]).argmax())
     kept = f"{int((theirs[row] > 0).sum())} tokens kept, {int((right[row] > 0).sum())} in the reference"
-    return (
-        f"DIFFERS at row {row}: token {token} has probability {theirs[row][token]:.4g}, in the reference "
-        f"{right[row][token]:.4g}; {kept}"
-    )
+    mine, its = f"{right[row][token]:.4g}", f"{theirs[row][token]:.4g}"
+    return f"DIFFERS at row {row}: token {token} has probability {its}, in the reference {mine}; {kept}"
 
 
 def _diagnoses(rules: Sequence[WrongRule], confirmed: bool) -> Diagnoses:
@@ -149,11 +147,9 @@ def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
         verdict = f"DIFFERS: a wrong rule explains the {count} choices e^{best - likelihood:.0f} times better"
     else:
         verdict = f"DIFFERS: the {count} choices are {deviations:+.1f} standard deviations from as likely as expected"
-    fitting = [
-        rule
-        for value, rule, given in rules
-        if value > max(best - _RIVAL, likelihood) and abs(_deviations(given, draws.chosen)) < _DEVIATIONS
-    ]
+    bar = max(best - _RIVAL, likelihood)
+    near = [(rule, given) for value, rule, given in rules if value > bar]
+    fitting = [rule for rule, given in near if abs(_deviations(given, draws.chosen)) < _DEVIATIONS]
     clear = len(fitting) == 1 and (impossible is None or count >= len(rules))
     return SampleVerdict(False, verdict, _diagnoses(fitting, confirmed=clear))
 

@@ -178,9 +178,8 @@ def read_draws(path: Path) -> Draws:
         chosen = _choices(raw["chosen"], rows, logits.shape[1], path)
     if probabilities is None and chosen is None:
         raise FormatError("is missing, and so is probabilities; expected one of them", path=path, field="chosen")
-    prompts, generated = (
-        _histories(raw.get(name), name, rows, logits.shape[1], path) for name in ("prompt", "generated")
-    )
+    size = logits.shape[1]
+    prompts, generated = (_histories(raw.get(name), name, rows, size, path) for name in ("prompt", "generated"))
     return Draws(logits, settings, prompts, generated, probabilities, chosen)
 
 
@@ -236,7 +235,6 @@ def _histories(value: Any, name: str, rows: int, vocab_size: int, path: Path) ->
     lists = [_ids(each) for each in value] if isinstance(value, list) else []
     out = [each for each in lists if each is not None]
     if len(out) != rows or any(token >= vocab_size for each in out for token in each):
-        raise FormatError(
-            f"expected ids below {vocab_size}, one list or one for each of {rows} rows", path=path, field=name
-        )
+        expected = f"expected ids below {vocab_size}, one list or one for each of {rows} rows"
+        raise FormatError(expected, path=path, field=name)
     return out

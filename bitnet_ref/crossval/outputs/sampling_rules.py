@@ -160,9 +160,8 @@ def _each_time(row: Row, params: SamplingParams) -> NDArray[np.float64]:
     """Once for each occurrence, and not once for each token."""
     out = row.logits.astype(np.float64)
     for token in row.ids:
-        out[token] = (
-            out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
-        )
+        factor = params.repetition_penalty
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
     return _counted(row, params, out)
 
 

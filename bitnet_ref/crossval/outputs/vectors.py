@@ -27,10 +27,8 @@ from ..tolerances import NARROW_FLOATS, SAME_TENSOR
 from .client import Client, Refused
 
 TEXTS = (
-    "A red boat lies on the beach.",
-    "What does the law say about taxes?",
-    "The little rabbit ran down the hill",
-    "tea",
+    *("A red boat lies on the beach.", "What does the law say about taxes?"),
+    *("The little rabbit ran down the hill", "tea"),
 )
 QUERY = instruction_prompt("Given a web search query, retrieve relevant passages that answer the query")
 _LENGTH = 1e-2  # of a vector, relative
@@ -94,9 +92,8 @@ def cross_vectors(
     limit = SAME_TENSOR if engine_dtype == "float32" else NARROW_FLOATS[engine_dtype].relative_l2
     unit = model.config.unit_embeddings
     if theirs.shape != right.shape or not np.isfinite(theirs).all():
-        problem = (
-            f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; expected {right.shape[0]} of {right.shape[1]}"
-        )
+        expected = f"expected {right.shape[0]} of {right.shape[1]}"
+        problem = f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; {expected}"
         return ServedVectors(client.url, [1.0], [1.0], limit, unit, problem=problem)
     lengths = np.linalg.norm(theirs, axis=1)
     out = ServedVectors(client.url, _errors(theirs, right), lengths.tolist(), limit, unit)

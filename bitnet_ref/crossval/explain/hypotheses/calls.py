@@ -264,9 +264,8 @@ def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
     def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
         attn, setting = step.name.rpartition(".")[0], step.setting
         if not step.name.endswith("hook_z"):  # RoPE
-            return (
-                compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
-            )
+            moves = turned_at(lambda p, *_: p + len(front))
+            return compute(*inputs) if place != MOVED else moves(step, compute, *inputs)
         values, n = inputs[1], len(setting.tokens)
         seen = front[:1] if place == ALL_AT_0 else front
         steps = _steps_of(setting.config, setting.weights, setting.path, *seen)
@@ -379,15 +378,13 @@ def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
         return
     start = int(starts[first])
     rings = range(start, start + calls[int(call_of_tokens(calls)[first])])  # the first that the call's writing overruns
-    views = [
-        (f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _ring(size))
-        for size in rings[:_RINGS]
-        if 1 <= size < n
-    ]
-    views += [
-        (f"window_of_{size}_in_decoding", f"later calls see {size} tokens only, itself included", _narrow(size))
-        for size in limits
-    ]
+    views: list[tuple[str, str, Sees]] = []
+    for size in rings[:_RINGS]:
+        if 1 <= size < n:
+            views.append((f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _ring(size)))
+    for size in limits:
+        cause = f"later calls see {size} tokens only, itself included"
+        views.append((f"window_of_{size}_in_decoding", cause, _narrow(size)))
     for name, cause, sees in views:
         yield _sees_mistake(name, cause, _CACHE, sees_in_calls(sees))
 

@@ -173,10 +173,8 @@ def _zeros(subject: str, names: list[str]) -> Hypothesis:
 def zero_hypotheses(s: Setting, candidate: Mapping[str, Array]) -> Iterator[Hypothesis]:
     """Linears that give zeros: those whose recorded results are zeros or, if none is recorded, those of each shape."""
     blocks = {name: w for name, w in s.weights.linears() if name != "lm_head"}
-    outputs = {
-        name: [candidate[n] for n in (f"{name}.hook_acc_int32", f"{name}.hook_out") if n in candidate]
-        for name in blocks
-    }
+    hooks = ("hook_acc_int32", "hook_out")
+    outputs = {name: [candidate[n] for h in hooks if (n := f"{name}.{h}") in candidate] for name in blocks}
     zeros = [name for name, arrays in outputs.items() if arrays and not any(a.any() for a in arrays)]
     if zeros:
         shapes = sorted({"(out {}, in {})".format(*blocks[name].shape) for name in zeros})
