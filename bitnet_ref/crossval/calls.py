@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..reference.layers import Array
 from .names import LOGITS, SYNONYMS, is_by_head
+from .types import Ints, Tokens
 
 Calls = tuple[int, ...]  # how many tokens of one sequence each call computed; () where it is not known
 _SHOWN_CALLS = 6
@@ -62,7 +62,7 @@ def _counts(key: str, given: Sequence[Any], least: int) -> Calls:
     return tuple(given)
 
 
-def calls_metadata(calls: Sequence[Any] | None, sequences: Sequence[int] | None) -> dict[str, str]:
+def calls_metadata(calls: Sequence[Any] | None, sequences: Tokens | None) -> dict[str, str]:
     """The two keys of a trace's metadata, as `read_calls` reads them."""
     given = {"calls": calls, "sequences": sequences}
     return {key: json.dumps(value) for key, value in given.items() if value is not None}
@@ -112,7 +112,7 @@ class SequenceRun(Mapping[str, Array]):
         return len(self.trace)
 
 
-def call_of_tokens(calls: Calls) -> NDArray[np.int64]:
+def call_of_tokens(calls: Calls) -> Ints:
     """The number of the call that computed each token, from 0.
 
     >>> call_of_tokens((3, 1, 1)).tolist()
@@ -121,7 +121,7 @@ def call_of_tokens(calls: Calls) -> NDArray[np.int64]:
     return np.repeat(np.arange(len(calls)), calls)
 
 
-def start_of_tokens(calls: Calls) -> NDArray[np.int64]:
+def start_of_tokens(calls: Calls) -> Ints:
     """The first token of the call that computed each token.
 
     >>> start_of_tokens((3, 2, 1)).tolist()

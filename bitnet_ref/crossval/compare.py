@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import count_of, printable
 from ..families.family import widest_window
@@ -45,6 +44,7 @@ from .tolerances import (
     angle_drift,
     tolerance_of,
 )
+from .types import Ints, Mask, Tensors, Tokens
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
@@ -53,8 +53,6 @@ _MAX_NEAREST = 100  # unknown names whose nearest right name is looked up
 _LISTED, _NAME_LENGTH = 4, 100  # names in a sentence, characters of one that is not ours
 _NEXT = 6  # tensors to record next: floats, which every engine has
 _WITHOUT_THESE, _BLOCK_END = ("hook_x_int8", "hook_x_scale", "hook_acc_int32", "hook_scale"), "hook_resid_post"
-
-Tensors = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def compare(
     reference: Tensors,
     candidate: Tensors,
     config: ModelConfig,
-    tokens: Sequence[int] | NDArray[np.int64] | None = None,
+    tokens: Tokens | Ints | None = None,
     *,
     mode: str = "free-running",
     own_engine: bool | None = None,
@@ -247,9 +245,7 @@ def compare(
     return comparison
 
 
-def same_tokens(
-    ids: NDArray[np.int64] | None, candidate: Tensors, config: ModelConfig, prompt: str | None = None
-) -> str | None:
+def same_tokens(ids: Ints | None, candidate: Tensors, config: ModelConfig, prompt: str | None = None) -> str | None:
     """`token_parity` of a run and a candidate; None if the tokens are the same or either has none."""
     theirs = getattr(candidate, "token_ids", None)
     if ids is None or theirs is None:
@@ -264,7 +260,7 @@ class Walk:
     reference: Tensors
     candidate: Tensors
     config: ModelConfig
-    ids: NDArray[np.int64] | None
+    ids: Ints | None
     comparison: Comparison  # the results go there
     own_engine: bool
     engine_dtype: str
@@ -366,7 +362,7 @@ class Walk:
         return OpResult(*d.figures, name, kind, shape, status, token, excess, relative, reason, note)
 
     def _status(
-        self, name: str, kind: str, d: Distance, reached: NDArray[np.bool_], mine: Rows, theirs: Rows, depth: int | None
+        self, name: str, kind: str, d: Distance, reached: Mask, mine: Rows, theirs: Rows, depth: int | None
     ) -> tuple[str, int | None, str]:
         """(status, first token that is beyond its tolerance, why)"""
         if not d.finite:
@@ -438,7 +434,7 @@ class View(Mapping[str, Array]):
     own_engine: bool
     engine_dtype: str
     calls: Calls
-    others: Sequence[Sequence[int]]  # the tokens of the other sequences of the trace
+    others: Sequence[Tokens]  # the tokens of the other sequences of the trace
 
     def __init__(self, candidate: Tensors, only: Container[str] | None = None) -> None:
         names = {SYNONYMS.get(name, name): name for name in candidate}
@@ -509,7 +505,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_LISTED], f"and {len(names) - _LISTED} more"][: len(names)])
 
 
-def _first(rows: NDArray[np.bool_]) -> int | None:
+def _first(rows: Mask) -> int | None:
     indices = np.flatnonzero(rows)
     return int(indices[0]) if len(indices) else None
 

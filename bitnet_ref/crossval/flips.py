@@ -8,7 +8,6 @@ not equal: equal inputs have no noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..reference.quantization import SCALE_FLOOR
 from ..system.lazy import lazy_property
 from .names import INT8, SCALE, layer_of, linear_input
 from .tolerances import EPSILON, FLIP_FLOOR, TIES_IN_A_ROW, tolerance_of
+from .types import Mask, Tensors
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class FlipVerdict:
 
 
 def judge_flips(
-    reference: Mapping[str, Array],
-    candidate: Mapping[str, Array],
+    reference: Tensors,
+    candidate: Tensors,
     linear: str,
     config: ModelConfig,
     depth: int,
-    rows: NDArray[np.bool_],
+    rows: Mask,
     mine: Array,
     theirs: Array,
     own_engine: bool = True,

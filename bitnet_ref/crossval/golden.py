@@ -40,6 +40,7 @@ from ..system.atomic import atomic_folder
 from .engines.llama_cpp import dense_model
 from .explain.hypotheses.activations import BlockwiseBackend
 from .names import linear_input
+from .types import Ints
 
 TILE_WIDTHS = {"gguf-tl1": 64, "gguf-tl2": 96}  # BK of the kernel_config.ini beside such a file
 TOLERANCE = 3e-4  # of a logit: float32 sums in another order
@@ -229,7 +230,7 @@ def block_rules(model: Model) -> dict[int, Backend]:
     return {size: BlockInputs(size) for size in sizes}
 
 
-def expected_logits(path: Path, tokens: NDArray[np.int64]) -> dict[str, Floats]:
+def expected_logits(path: Path, tokens: Ints) -> dict[str, Floats]:
     """The logits (T, V) of a model by each rule: "logits" is the model's own, in float32, and "logits64" in float64."""
     model = load(path, backend="numpy")
     out = {"logits": model.logits(tokens), "logits64": load(path, backend="numpy", dtype="float64").logits(tokens)}
@@ -239,7 +240,7 @@ def expected_logits(path: Path, tokens: NDArray[np.int64]) -> dict[str, Floats]:
     return out
 
 
-def rounding_margin(model: Model, tokens: NDArray[np.int64]) -> float:
+def rounding_margin(model: Model, tokens: Ints) -> float:
     """How near the input of a ternary matrix comes to where it rounds to another integer, by any rule; 1/2 if there is
     none."""
     margins, ternary = [0.5], [name for name, w in model.weights.linears() if w.kind != "dense"]
@@ -296,7 +297,7 @@ def write_golden(out: Path) -> list[GoldenFile]:
     return files
 
 
-def _draw_model(tiny: TinyModel, folder: Path) -> NDArray[np.int64]:
+def _draw_model(tiny: TinyModel, folder: Path) -> Ints:
     """Write the first drawn model none of whose activations lies near a rounding boundary, and return its tokens."""
     for seed in count():
         source = folder.with_name(f"{folder.name}-{seed}")

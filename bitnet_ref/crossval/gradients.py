@@ -30,6 +30,7 @@ from ..training.network import EMBEDDING, Masters
 from ..training.ops import LinearInput
 from ..training.optimizer import clip_gradients
 from .tolerances import EPSILON, GRADIENTS
+from .types import Tensors
 
 PREFIXES = ("grad.", "master.")
 CLEARER = 10
@@ -110,7 +111,7 @@ class Step:
         return out
 
 
-def judge(step: Step, theirs: Mapping[str, Array], path: Path | None = None) -> GradientVerdict:
+def judge(step: Step, theirs: Tensors, path: Path | None = None) -> GradientVerdict:
     """The verdict on another trainer's tensors of the same step."""
     wants_masters = any(name.startswith("master.") for name in theirs)
     ours = step.take(masters=wants_masters)
@@ -184,7 +185,7 @@ class Mistake:
     update: Callable[[Masters, Masters, dict[str, Any]], None] | None = None
 
 
-def known_mistakes(step: Step, ours: Masters, theirs: Mapping[str, Array]) -> Iterator[Mistake]:
+def known_mistakes(step: Step, ours: Masters, theirs: Tensors) -> Iterator[Mistake]:
     """Every mistake on the list, and a common factor of all gradients if there is one."""
     names = [name for name in theirs if name.startswith("grad.")]
     ratios = [float(np.vdot(theirs[n], ours[n]) / np.vdot(ours[n], ours[n])) for n in names if ours[n].any()]

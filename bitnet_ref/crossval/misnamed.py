@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..reference.layers import Array
-from .compare import DIFFERS, Comparison, Tensors, View, count_tensors, listed
+from .compare import DIFFERS, Comparison, View, count_tensors, listed
 from .names import LOGITS, layer_of, role
 from .tolerances import SAME_TENSOR
+from .types import Tensors
 
 Meant = tuple[str, bool]  # the last parts of the name of what a tensor holds, and whether it holds the inverse
 

@@ -6,7 +6,6 @@ the reason and never counts as agreement.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..backends.record import NamesFilter
 from ..errors import BackendError, FormatError, NumericsError, TokenizerError
-from .calls import SequenceRun, sizes_in_words
+from .calls import sizes_in_words
 from .compare import View, compare
 from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
@@ -34,7 +33,8 @@ from .runs import FEW_NAMES, RUNS
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
 from .token_ids import beside, token_parity, used_ids
-from .trace import Trace, record_to_file
+from .trace import Trace, TraceRun, record_to_file
+from .types import StrPath, Tokens
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # for a model without a tokenizer
@@ -54,10 +54,10 @@ def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
 
 def cross_backends(
     model: Model,
-    tokens: Sequence[int],
+    tokens: Tokens,
     only: Iterable[str] | None = None,
     *,
-    long: Sequence[int] | None = None,
+    long: Tokens | None = None,
     on_check: OnCheck = ignore_check,
 ) -> list[Crossing]:
     """Every backend, and cython with every kernel set: teacher-forced, free-running, and by every execution path.
@@ -137,7 +137,7 @@ def _cross_backend(
         path.unlink(missing_ok=True)
 
 
-def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True, strict: bool = False) -> Crossing:
+def cross_trace(model: Model, path: StrPath, *, causes: bool = True, strict: bool = False) -> Crossing:
     """A trace file against the reference: op by op on its own inputs, and as a whole against the reference's run.
 
     If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those. Of several
@@ -225,7 +225,7 @@ def _facts_of(path: Path) -> _Facts:
         return _Facts(n, words, trace.token_ids, max(sizes, default=max(trace.sequences)))
 
 
-def _cross_run(model: Model, reference: Model, trace: Trace | SequenceRun, strict: bool) -> Crossing:
+def _cross_run(model: Model, reference: Model, trace: TraceRun, strict: bool) -> Crossing:
     """One sequence of a trace."""
     crossing = Crossing(trace.engine, strict=strict)
     outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
@@ -251,12 +251,7 @@ def _cross_run(model: Model, reference: Model, trace: Trace | SequenceRun, stric
 
 
 def explain_trace(
-    crossing: Crossing,
-    model: Model,
-    path: str | os.PathLike[str],
-    *,
-    progress: Progress | None = None,
-    budget_s: float | None = None,
+    crossing: Crossing, model: Model, path: StrPath, *, progress: Progress | None = None, budget_s: float | None = None
 ) -> None:
     """Look for the causes of the difference of a trace's `crossing`, which runs the reference once for each test.
 
@@ -282,7 +277,7 @@ def explain_trace(
         crossing.causes = causes
 
 
-def _actual_run(crossing: Crossing, reference: Model, trace: Trace | SequenceRun) -> View:
+def _actual_run(crossing: Crossing, reference: Model, trace: TraceRun) -> View:
     """The trace with the tokens that its engine ran on, if its embedding tells them; they are noted in `crossing`."""
     run, ids = View(trace), trace.token_ids
     used = used_ids(reference, trace["hook_embed"], ids) if "hook_embed" in trace else None
@@ -300,7 +295,7 @@ def _actual_run(crossing: Crossing, reference: Model, trace: Trace | SequenceRun
 
 
 @contextmanager
-def record_reference(reference: Model, tokens: Sequence[int], names: NamesFilter = None) -> Iterator[Trace]:
+def record_reference(reference: Model, tokens: Tokens, names: NamesFilter = None) -> Iterator[Trace]:
     """The reference's run, or its tensors of these names, in a temporary file."""
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
         path = Path(folder) / "reference.safetensors"
@@ -310,7 +305,7 @@ def record_reference(reference: Model, tokens: Sequence[int], names: NamesFilter
 
 
 def compare_free(
-    crossing: Crossing, reference: Model, right: Trace, trace: Trace | SequenceRun | View, *, causes: bool = True
+    crossing: Crossing, reference: Model, right: Trace, trace: TraceRun | View, *, causes: bool = True
 ) -> None:
     """Add the free-running comparison of a trace with the reference's, its evidence, and the causes of a difference."""
     free = follow_flips(reference, trace.token_ids, trace, compare(right, trace, reference.config))

@@ -19,7 +19,7 @@ screened head, divided layers, and as text. What is compared, and how strictly:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle, pairwise, product, takewhile
@@ -46,6 +46,7 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.layers import Array
 from ..reference.weights import DenseWeight
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
+from .types import Tokens
 
 PAGE_SIZE = 8
 NEW_TOKENS = 10
@@ -96,9 +97,7 @@ QUICK_TOKENS = 24
 LOADS = "loads and runs"  # the row of a backend that fails outright
 
 
-def check_paths(
-    make: MakeBackend, reference: Model, token_ids: Sequence[int], *, quick: bool = False
-) -> Iterator[PathCheck]:
+def check_paths(make: MakeBackend, reference: Model, token_ids: Tokens, *, quick: bool = False) -> Iterator[PathCheck]:
     """Run every execution path of the backend that `make()` gives, on these tokens. Yields each check when it is done.
 
     reference: the model, on the numpy backend.
@@ -108,7 +107,7 @@ def check_paths(
     return run_checks(_checks(make, reference, list(token_ids)[:longest], quick))
 
 
-def check_long(model: Model, token_ids: Sequence[int], expected: Array) -> PathCheck:
+def check_long(model: Model, token_ids: Tokens, expected: Array) -> PathCheck:
     """A long text by the usual path, in one call and in chunks that end within pages, against the logits of "ops"."""
     tokens = list(token_ids)
 
@@ -120,6 +119,7 @@ def check_long(model: Model, token_ids: Sequence[int], expected: Array) -> PathC
 
 
 Outcome = tuple[int, str | None, str]  # numbers compared, the problem if there is one, what to say otherwise
+Checks = Iterator[tuple[str, Callable[[], Outcome]]]  # (name, check)
 
 
 def run_checks(checks: Iterable[tuple[str, Callable[[], Outcome]]]) -> Iterator[PathCheck]:
@@ -133,9 +133,7 @@ def run_checks(checks: Iterable[tuple[str, Callable[[], Outcome]]]) -> Iterator[
             yield PathCheck(name, problem is None, compared, problem or detail)
 
 
-def _checks(
-    make: MakeBackend, reference: Model, tokens: list[int], quick: bool
-) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _checks(make: MakeBackend, reference: Model, tokens: list[int], quick: bool) -> Checks:
     """(name, check) of every path, in the order in which they are shown."""
     model = reference.on(make())
     be = model.backend
@@ -186,9 +184,7 @@ def _checks(
             yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
 
 
-def _path_checks(
-    model: Model, tokens: list[int], path: str, plain: Array
-) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _path_checks(model: Model, tokens: list[int], path: str, plain: Array) -> Checks:
     """The path with a whole prompt, in chunks, decoding, beside other sequences, and over pages."""
     if path != "ops":
         yield path, lambda: _equal(_whole(model, tokens, path), plain)

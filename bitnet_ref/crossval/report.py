@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import html
 import math
-import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from .misnamed import Meant, in_words
 from .names import LOGITS
 from .paths import LOADS, PathCheck
 from .token_ids import Greedy
+from .types import StrPath, Tensors
 
 _LOGIT_POINTS = 1500
 _PATCH = (32, 48)  # rows and columns of a heat map
@@ -319,7 +319,7 @@ def summarize(crossing: Crossing) -> str:
     return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
-def evidence(reference: Mapping[str, Array], candidate: Mapping[str, Array], comparison: Comparison) -> Evidence:
+def evidence(reference: Tensors, candidate: Tensors, comparison: Comparison) -> Evidence:
     """The values for the plots of a comparison of these two runs. Reads a few rows of at most two tensors."""
     out, candidate = Evidence(), View(candidate)
     op = next((op for op in comparison.ops if op.name == LOGITS), None)
@@ -347,7 +347,7 @@ def evidence(reference: Mapping[str, Array], candidate: Mapping[str, Array], com
     return out
 
 
-def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
+def write_html(path: StrPath, title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
     """Write all crossings as one page. facts: rows of the table under its title, besides versions and machine."""
     about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
     rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in about.items())

@@ -9,7 +9,7 @@ greedy texts of Hugging Face transformers, and seeded texts for the rules on log
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..errors import BackendError
 from ..formats.open import ASSETS
 from ..reference.cache import TokenBatch
 from ..system.threads import thread_choice
-from .paths import LOADS, QUICK_TOKENS, OnCheck, Outcome, PathCheck, check_paths, ignore_check, run_checks
+from .paths import LOADS, QUICK_TOKENS, Checks, OnCheck, Outcome, PathCheck, check_paths, ignore_check, run_checks
 from .tolerances import LOGITS_FLOOR
 from .training_step import TRAINING_BACKENDS, check_training
 
@@ -149,7 +149,7 @@ def check_answers(model: Model, *, quick: bool = False) -> Iterator[PathCheck]:
     return run_checks(_checks(model, read_answers(), quick))
 
 
-def _checks(model: Model, answers: dict[str, Any], quick: bool) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _checks(model: Model, answers: dict[str, Any], quick: bool) -> Checks:
     yield "answers: logits", lambda: _logits(model, answers)
     greedy = answers["greedy"][: 1 if quick else None]
     yield "answers: greedy texts", lambda: _greedy(model, greedy, 6 if quick else None)

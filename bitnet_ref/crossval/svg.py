@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..reference.layers import Array
+from .types import Tokens
 
 COLOURS = {"ok": "#1a7f37", "flip": "#bf8700", "bad": "#cf222e"}
 _FLOOR, _TOP = -10, 1  # decades of relative error that the axes show
@@ -40,7 +41,7 @@ def _decade(error: float) -> float:
     return min(max(math.log10(error), _FLOOR), _TOP) if math.isfinite(error) else _TOP
 
 
-def by_depth(points: Sequence[tuple[int, float, str, str]], layer_starts: Sequence[int]) -> str:
+def by_depth(points: Sequence[tuple[int, float, str, str]], layer_starts: Tokens) -> str:
     """Relative error by place in the computation. points: (place, error, mark, name)."""
     width, height, left, bottom = 900, 260, 50, 30
     n = max(2, len(points))

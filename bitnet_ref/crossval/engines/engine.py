@@ -17,21 +17,20 @@ from typing import Any, NamedTuple
 
 from ...api import Model
 from ...backends import Backend
-from ..calls import SequenceRun
 from ..compare import Comparison, View
 from ..explain.diagnose import Diagnoses, diagnose
 from ..explain.replay import judge_trace
 from ..opponents import compare_free, record_reference
 from ..report import Crossing
-from ..trace import Trace
+from ..trace import TraceRun
 
 _RECORDERS = Path(__file__).parent / "recorders"
 TIMEOUT_S = 600.0
 _TAIL = 300  # characters of an engine's error output that are shown
 
 Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
-Judge = Callable[[Crossing, Model, Trace | SequenceRun], None]
-Explain = Callable[[Crossing, Model, Trace | SequenceRun], Diagnoses]
+Judge = Callable[[Crossing, Model, TraceRun], None]
+Explain = Callable[[Crossing, Model, TraceRun], Diagnoses]
 _CAUSES_S = 60.0  # of processor time, for the cause of a difference
 
 
@@ -120,12 +119,12 @@ def search_causes(reference: Model, run: View, comparison: Comparison) -> Diagno
     return diagnose(reference, run.token_ids, run, comparison, budget_s=_CAUSES_S)
 
 
-def explain_by_contract(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:
+def explain_by_contract(crossing: Crossing, model: Model, trace: TraceRun) -> Diagnoses:
     """The causes of the difference that `judge_by_contract` has found last."""
     return search_causes(model.on(Backend("float32", model.backend.threads)), View(trace), crossing.comparisons[-1])
 
 
-def judge_by_contract(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def judge_by_contract(crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """As `cross_trace`: op by op on the run's own inputs, where it recorded integers, and free-running."""
     reference = model.on(Backend("float32", model.backend.threads))
     if trace.carries_inputs and trace.engine_dtype == "float32":

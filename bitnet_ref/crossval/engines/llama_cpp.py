@@ -22,7 +22,6 @@ Source: ggml/src/ggml-quants.c, quantize_row_q8_K_ref; llama.cpp, src/models/bit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,14 +40,14 @@ from ...formats.gguf.file import open_gguf
 from ...formats.open import open_checkpoint
 from ...reference.layers import Array
 from ...reference.weights import DenseWeight, LinearWeight
-from ..calls import SequenceRun
 from ..compare import Comparison, View, compare
 from ..explain.diagnose import Diagnoses
 from ..explain.hypotheses.activations import BlockwiseBackend
 from ..explain.replay import judge_trace
 from ..names import ACC, INT8, NORMALIZED, SCALE, first_rows, linear_input
 from ..report import Crossing, evidence
-from ..trace import Trace
+from ..trace import TraceRun
+from ..types import Tensors
 from .engine import Attempt, ExternalEngine, Prepared, search_causes
 
 ENGINE = ExternalEngine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
@@ -127,7 +126,7 @@ def _is_interleaved(path: Path) -> bool:
     return known is not None and known[1].permuted
 
 
-def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """By ggml's rule; or against dequantised weights with float activations, with the tolerance of its roundings.
 
     Products with 16-bit matrices are computed with inputs of their type first. Where that does not give llama.cpp's
@@ -160,7 +159,7 @@ def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trac
     crossing.evidence = evidence(right, run, free)
 
 
-def _explain_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:
+def _explain_own_file(rounding: str, crossing: Crossing, model: Model, trace: TraceRun) -> Diagnoses:
     """The causes of the difference that `_judge_own_file` has found last."""
     reference, run = dense_model(model.on(Backend("float32", model.backend.threads))), View(trace)
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
@@ -190,7 +189,7 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
         raise ConfigError("llama.cpp's architecture llama attends to all tokens", field="sliding_window")
 
 
-def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
     plain = model.on(Backend("float32", model.backend.threads))
     reference, tokens, crossing.rule = dense_model(plain) if kind == "f32" else plain, len(trace.token_ids), rule
@@ -222,14 +221,12 @@ def block_rule(model: Model) -> Backend:
     return Backend("float32", threads) if widths == {BLOCK} else BlockwiseBackend(BLOCK, threads)
 
 
-def first_tokens(run: Mapping[str, Array], count: int) -> dict[str, Array]:
+def first_tokens(run: Tensors, count: int) -> dict[str, Array]:
     """A run cut to its first tokens."""
     return {name: first_rows(name, np.asarray(run[name]), count) for name in run}
 
 
-def _compare_beginning(
-    right: Mapping[str, Array], trace: Trace | SequenceRun, reference: Model, tokens: int
-) -> list[Comparison]:
+def _compare_beginning(right: Tensors, trace: TraceRun, reference: Model, tokens: int) -> list[Comparison]:
     """Of the tokens before the first rounding flip, where there are any."""
     if not tokens:
         return []
@@ -240,7 +237,7 @@ def _compare_beginning(
     return [free]
 
 
-def _count_equally_rounded(right: Mapping[str, Array], trace: Trace | SequenceRun, model: Model) -> int:
+def _count_equally_rounded(right: Tensors, trace: TraceRun, model: Model) -> int:
     """The number of tokens before the first one with an input that ggml's rule rounds differently in the two runs."""
     first = len(trace.token_ids)
     for name, w in model.weights.linears():
@@ -253,7 +250,7 @@ def _count_equally_rounded(right: Mapping[str, Array], trace: Trace | SequenceRu
     return first
 
 
-def _count_unflipped(right: dict[str, np.ndarray], trace: Trace | SequenceRun, backend: Backend, model: Model) -> int:
+def _count_unflipped(right: dict[str, np.ndarray], trace: TraceRun, backend: Backend, model: Model) -> int:
     """The number of tokens before the first one with an activation that rounds differently from the reference's."""
     first = len(trace.token_ids)
     for name in right:

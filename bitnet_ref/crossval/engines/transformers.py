@@ -12,10 +12,9 @@ from ...formats.checkpoint import Checkpoint, is_ternary, linear_names
 from ...formats.hf.writer import write_hf
 from ...formats.open import open_checkpoint
 from ...system.json_file import read_json_object
-from ..calls import SequenceRun
 from ..report import Crossing
 from ..tolerances import NARROW_FLOATS
-from ..trace import Trace
+from ..trace import TraceRun
 from .engine import Attempt, ExternalEngine, Prepared, explain_by_contract, judge_by_contract
 
 ENGINE = ExternalEngine("transformers", ("transformers", "torch", "accelerate"), "'transformers>=5' torch accelerate")
@@ -49,7 +48,7 @@ def attempts(path: Path) -> list[Attempt]:
     ]
 
 
-def _judge(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def _judge(crossing: Crossing, model: Model, trace: TraceRun) -> None:
     judge_by_contract(crossing, model, trace)
     if trace.engine_dtype == "bfloat16":
         crossing.rule = _BFLOAT16

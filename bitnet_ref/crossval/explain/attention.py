@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...reference import layers
 from ...reference.layers import Array, Floats
+from ..types import Mask
 
 
 def scores_of(q: Floats, keys: Floats) -> Floats:
@@ -23,7 +23,7 @@ def values_of(pattern: Floats, values: Floats) -> Floats:
     return z.reshape(heads, n, -1).transpose(1, 0, 2)
 
 
-def is_seen(n: int, window: int | None) -> NDArray[np.bool_]:
+def is_seen(n: int, window: int | None) -> Mask:
     """(n, n), which token sees which: itself and those before it, as far as the window reaches."""
     i, j = np.arange(n)[:, None], np.arange(n)
     return (j <= i) & (i - j < (n if window is None else window))

@@ -20,10 +20,10 @@ import numpy as np
 from ...backends.loaded import LoadedModel
 from ...backends.record import sibling
 from ...families.family import Hypothesis
-from ...reference.layers import Array
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import INT8, LOGITS, SCALE
 from ..tolerances import EXPLAINED_SHARE, FLIPPED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
+from ..types import Tensors, Tokens
 from .describe import Finding, differing_tensors, find
 from .edits.kinds import Description
 from .evidence import tensors_left
@@ -135,8 +135,8 @@ class Watch:
 
 def diagnose(
     model: LoadedModel,
-    tokens: Sequence[int],
-    candidate: Mapping[str, Array],
+    tokens: Tokens,
+    candidate: Tensors,
     comparison: Comparison,
     *,
     thorough: bool = True,
@@ -228,7 +228,7 @@ def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
 
 
 def diagnose_prompt(
-    model: LoadedModel, tokens: Sequence[int], candidate_tokens: Sequence[int], prompt: str | None = None
+    model: LoadedModel, tokens: Tokens, candidate_tokens: Tokens, prompt: str | None = None
 ) -> list[Diagnosis]:
     """Why a candidate has other token ids for the same prompt. Empty when the ids are equal."""
     right, wrong = [int(t) for t in tokens], [int(t) for t in candidate_tokens]
@@ -374,12 +374,7 @@ class _Search:
         )
 
     def _judge(
-        self,
-        made: Hypothesis | Finding,
-        confirmed: bool,
-        first: str | None,
-        error: float | None,
-        expected: bool = True,
+        self, made: Hypothesis | Finding, confirmed: bool, first: str | None, error: float | None, expected: bool = True
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
         share, moved, example = EXPLAINED_SHARE, False, ""
@@ -437,7 +432,7 @@ class _Search:
             span.append(sibling(self.first, SCALE))
         return span
 
-    def _logit_error(self, tensors: Mapping[str, Array]) -> float | None:
+    def _logit_error(self, tensors: Tensors) -> float | None:
         """Relative L2 of the candidate's logits; of the last token's where it has only those."""
         logits = self.candidate.get(LOGITS)
         if logits is None or LOGITS not in tensors or logits.size % tensors[LOGITS].shape[-1]:

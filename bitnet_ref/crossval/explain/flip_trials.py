@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.backend import Backend
 from ...backends.observe import observe
@@ -21,6 +20,7 @@ from ...reference.layers import Array
 from ...reference.model import BlockPlace, head_input, rope_tables_of
 from ..flips import Flip
 from ..names import layer_of
+from ..types import Wide
 from .flipped_runs import BySequence, FlippedPass, FlippedRun, finite, row_of, rows_of
 from .variants import Finished, Setting
 
@@ -40,7 +40,7 @@ class FlipTrials:
         self.whole = run.cache.has_states  # which cannot go back: all tokens are computed
         self.most = max(1, _CACHE_BYTES // max(1, run.cache.bytes_per_token * (token + 1)))
 
-    def rows(self, trials: Sequence[Sequence[Flip]]) -> Iterator[NDArray[np.float64]]:
+    def rows(self, trials: Sequence[Sequence[Flip]]) -> Iterator[Wide]:
         """The row of each trial, in their order; computed some at a time, as they are asked for."""
         start, size = 0, _FIRST
         while start < len(trials):
@@ -48,7 +48,7 @@ class FlipTrials:
             start += min(size, self.most)
             size = _AT_ONCE
 
-    def _pass(self, trials: Sequence[Sequence[Flip]]) -> list[NDArray[np.float64]]:
+    def _pass(self, trials: Sequence[Sequence[Flip]]) -> list[Wide]:
         base = row_of(self.until, self.run.tensors[self.until], self.token)
         rows = [base] * len(trials)
         moving = [i for i, flips in enumerate(trials) if self.token in self.changed(flips, self.last)]
@@ -74,7 +74,7 @@ class FlipTrials:
         attention = self.order.get(f"blocks.{layer}.attn.hook_z")
         return layer + (attention is not None and self.order[flip.name] > attention)
 
-    def _moved(self, trials: Sequence[Sequence[Flip]]) -> list[NDArray[np.float64]]:
+    def _moved(self, trials: Sequence[Sequence[Flip]]) -> list[Wide]:
         """The rows of trials whose flips reach the token."""
         config, w, run = self.setting.config, self.setting.weights, self.run
         cache = EngineKVCache(config, slots=len(trials), capacity=self.token + 1)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.backend import Backend
 from ...backends.observe import Call, ObservedStep, observe
@@ -27,6 +26,7 @@ from ..flips import Flip, distance_to_half
 from ..metrics import MASKED
 from ..names import INT8, NORM_SCALE, OUT, first_rows, is_by_head, layer_of, linear_input, op_order
 from ..tolerances import VALUES_PER_FLIP, near_half
+from ..types import Wide
 from .attention import scores_of, values_of
 from .variants import Finished, Setting, quick_ternary_matmul
 
@@ -219,7 +219,7 @@ class FlippedRuns:
         streams |= {index: np.concatenate([base.streams[index][:start], x]) for index, x in done.streams.items()}
         return FlippedRun(tensors, flips, near, streams, cache)
 
-    def noisy_rows(self, flips: Sequence[Flip], until: str, seed: int) -> NDArray[np.float64]:
+    def noisy_rows(self, flips: Sequence[Flip], until: str, seed: int) -> Wide:
         """The rows of a tensor of the reference with these flips, and with noise that makes others.   -> (N, V)"""
         tokens = len(self.setting.tokens)
         cache = EngineKVCache(self.setting.config, slots=1, capacity=tokens)
@@ -268,18 +268,18 @@ def _rows_from(start: int, name: str, x: Array) -> Array:
     return x[:, start:] if is_by_head(name) else x[start:]
 
 
-def rows_of(name: str, x: Array) -> NDArray[np.float64]:
+def rows_of(name: str, x: Array) -> Wide:
     """A tensor as a row for each token; masked scores are 0."""
     rows = np.moveaxis(x, 1, 0) if is_by_head(name) else x
     rows = rows.astype(np.float64).reshape(len(rows), -1)
     return np.where(rows > MASKED, rows, 0) if is_by_head(name) else rows
 
 
-def row_of(name: str, x: Array, token: int) -> NDArray[np.float64]:
+def row_of(name: str, x: Array, token: int) -> Wide:
     """The row of a token, or the only row; of scores and patterns over the tokens up to this one."""
     return finite(rows_of(name, first_rows(name, x, token + 1))[-1])
 
 
-def finite(row: NDArray[np.float64]) -> NDArray[np.float64]:
+def finite(row: Wide) -> Wide:
     """What is not finite is 0."""
     return np.where(np.isfinite(row), row, 0)

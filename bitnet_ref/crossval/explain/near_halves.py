@@ -16,15 +16,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
 from ...reference.layers import Array
-from ..compare import Comparison, OpResult, Tensors, View, compare
+from ..compare import Comparison, OpResult, View, compare
 from ..flips import Flip
 from ..metrics import recorded_dtype
 from ..names import INT8, LOGITS, first_rows, is_by_head
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, VALUES_PER_FLIP
+from ..types import Tensors, Tokens, Wide
 from .flip_trials import FlipTrials
 from .flipped_runs import FlippedRun, FlippedRuns, beginning, row_of
 from .ties import choices, one_way, tied_rows
@@ -41,7 +41,7 @@ _WORK, _WORK_OF_TIES, _ROWS_OF_CALLS = 40_000, 160_000, 20
 _RIGHT = 0.1  # a token of which flips leave more of its error does not agree: the quick answer
 
 
-def follow_flips(model: LoadedModel, tokens: Sequence[int], candidate: Tensors, comparison: Comparison) -> Comparison:
+def follow_flips(model: LoadedModel, tokens: Tokens, candidate: Tensors, comparison: Comparison) -> Comparison:
     """The comparison with the reference that rounds some activations as the candidate must have.
 
     The given free-running `comparison` itself where it agrees, and where flips do not explain the difference. If flips
@@ -145,7 +145,7 @@ class _FlipSearch(FlippedRuns):
         trials = FlipTrials(self.setting, self.order, run, name, token)
         enough, stop = _RIGHT * float(np.linalg.norm(mine - right)), self.work + _WORK_OF_TIES
 
-        def rows_of(sets: Sequence[Sequence[Flip]]) -> Iterator[NDArray[np.float64]]:
+        def rows_of(sets: Sequence[Sequence[Flip]]) -> Iterator[Wide]:
             for made in sets:
                 self.count(run, made, token)
             return trials.rows(sets)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 from ...backends.loaded import LoadedModel
@@ -12,14 +10,13 @@ from ...reference.layers import Array
 from ..compare import DIFFERS, Comparison, compare, count_tensors
 from ..names import LOGITS, is_by_head, role
 from ..tolerances import UNUSED_EXCESS
+from ..types import Tensors, Tokens
 from .edits.changes import changes
 from .variants import IMPOSSIBLE, Setting, Step, is_same
 from .wording import noun
 
 
-def wrong_recording(
-    model: LoadedModel, tokens: Sequence[int], candidate: Mapping[str, Array], comparison: Comparison
-) -> str:
+def wrong_recording(model: LoadedModel, tokens: Tokens, candidate: Tensors, comparison: Comparison) -> str:
     """One sentence if the trace itself is wrong, "" if nothing says so. comparison: free-running, with a difference."""
     wrong = [op.name for op in comparison.ops if op.status == DIFFERS]
     if len(candidate) > 1 and not any(np.any(array) for array in candidate.values()):
@@ -38,9 +35,7 @@ def wrong_recording(
     return f"{text}; {held}" if held else text
 
 
-def _held_unused(
-    setting: Setting, candidate: Mapping[str, Array], comparison: Comparison, wrong: list[str]
-) -> str | None:
+def _held_unused(setting: Setting, candidate: Tensors, comparison: Comparison, wrong: list[str]) -> str | None:
     """What the first wrong tensor holds, "" if it is nothing simple.
 
     None unless only this tensor is wrong, be it in several layers, and the later ones are not what follows from it.
@@ -71,7 +66,7 @@ def _hook(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], setting: Setting) -> dict[str, float]:
+def _differing(tensors: Tensors, candidate: Tensors, setting: Setting) -> dict[str, float]:
     """{name: by which factor it is beyond its tolerance} of the tensors that differ."""
     ops = compare(tensors, candidate, setting.config, setting.tokens).ops
     return {op.name: op.excess for op in ops if op.status == DIFFERS}

@@ -13,13 +13,13 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...families.family import Edit, Hypothesis
 from ...reference.layers import Array
 from ...system.lazy import lazy_property
 from ..names import is_by_head, layer_of, role
 from ..tolerances import EPSILON
+from ..types import Mask
 from . import delta_steps, expert_steps, roundings
 from .edits import constants, descriptions
 from .edits.constants import names_of
@@ -92,7 +92,7 @@ class Site:
         seen = mask & self._first_half()
         self.mask = seen if (seen & ~self.target.right_close).any() else mask
 
-    def _first_half(self) -> NDArray[np.bool_]:
+    def _first_half(self) -> Mask:
         """The values of the first half of the tokens: constants are solved for there, and must hold on the others."""
         shape = self.target.theirs.shape
         axis = int(self.target.by_head)

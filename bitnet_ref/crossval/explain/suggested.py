@@ -9,11 +9,11 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...families.family import Edit, after, before, instead
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
+from ..types import Ints
 from .edits.constants import Constant, names_of, numbers_of
 from .edits.kinds import Description, moved, scale_inputs, take_row
 from .edits.products import matrix
@@ -93,7 +93,7 @@ def _last_moved(x: Array, count: int, by: int, axis: int) -> Array:
     return x.take(places, axis)
 
 
-def _in_order(x: Array, order: NDArray[np.int64], axis: int, joined: bool) -> Array:
+def _in_order(x: Array, order: Ints, axis: int, joined: bool) -> Array:
     """joined: the order is one of the rows of a norm over heads, which `after` passes by token and head."""
     return (x.reshape(-1, x.shape[-1]) if joined else x).take(order, axis)
 
@@ -167,7 +167,7 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
             yield Description(1.3, f"inputs {a} to {a + width - 1} are left out", scale_inputs(a, a + width, 0))
 
 
-def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterator[Description]:
+def _sums_of_two(step: Step, target: Target, rows: Ints) -> Iterator[Description]:
     """a A + b B, of tensors that the run has, the right result among them."""
     block = step.name.split(".")[:2]
     given = {

@@ -7,7 +7,6 @@ an engine may have. What is no further off than with that noise cannot be told f
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import count_of
 from ...reference.layers import Array
@@ -15,6 +14,7 @@ from ..compare import OpResult
 from ..metrics import recorded_dtype
 from ..names import LOGITS, layer_of
 from ..tolerances import FEW_FLIPS, RECORDED_ROUNDING, VALUES_PER_FLIP
+from ..types import Wide
 from .flipped_runs import FlippedRun, FlippedRuns, rows_of
 from .ties import MANY, tied_rows
 
@@ -83,7 +83,7 @@ def _hides_ties(runs: FlippedRuns, run: FlippedRun, token: int, name: str, since
     return any(width < MANY or (name == LOGITS and (layer_of(each) or 0) < last) for each in tied)
 
 
-def _row_errors(mine: Array, theirs: Array) -> NDArray[np.float64]:
+def _row_errors(mine: Array, theirs: Array) -> Wide:
     """Relative L2 of each row.   2 x (n, V) -> (n,)"""
     sizes = np.linalg.norm(theirs.astype(np.float64), axis=1)
     difference = np.linalg.norm(mine.astype(np.float64) - theirs, axis=1)

@@ -46,6 +46,7 @@ from ...reference.weights import (
 from ...system.lazy import lazy_property
 from ..calls import Calls
 from ..names import layer_of, op_shape
+from ..types import Ints, Tensors
 from .attention import all_scores, all_values
 
 # What an edit raises that does not fit a step's shapes.
@@ -61,7 +62,7 @@ class Step:
 
     name: str
     setting: Setting
-    seen: Mapping[str, Array]
+    seen: Tensors
     inputs: tuple[Any, ...] = ()
     result: Array = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     compute: Callable[..., Array] = np.asarray
@@ -92,7 +93,7 @@ class Setting:
 
     config: ModelConfig
     weights: ModelWeights
-    tokens: NDArray[np.int64]
+    tokens: Ints
     edits: Mapping[str, Edit] = field(default_factory=dict)
     calls: Calls = ()
     others: tuple[tuple[int, ...], ...] = ()
@@ -372,10 +373,10 @@ def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> 
     return edit
 
 
-class _Parts(Mapping[str, Array]):
+class _Parts(Tensors):
     """One copy's part of each tensor."""
 
-    def __init__(self, seen: Mapping[str, Array], part: Callable[[Array], Array]) -> None:
+    def __init__(self, seen: Tensors, part: Callable[[Array], Array]) -> None:
         self.seen, self.part = seen, part
 
     def __getitem__(self, name: str) -> Array:

@@ -13,6 +13,7 @@ from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
 from ...reference.layers import Array
 from ..names import layer_of, role
+from ..types import Tokens
 from .variants import Setting, Step
 
 NOUNS = {
@@ -59,7 +60,7 @@ def noun(name: str) -> str:
     return template.format(module)
 
 
-def numbers_in_words(numbers: Sequence[int], total: int) -> str:
+def numbers_in_words(numbers: Tokens, total: int) -> str:
     """[3, 4, 5], 6 -> "3 to 5 (the last 3 of 6)"."""
     n = sorted(numbers)
     steps = set(np.diff(n).tolist())
@@ -84,7 +85,7 @@ def axis_words(shape: tuple[int, ...], by_head: bool, tokens: int) -> tuple[str,
 
 
 def place_in_words(
-    name: str, shape: tuple[int, ...], by_head: bool, setting: Setting, axis: int, indices: Sequence[int]
+    name: str, shape: tuple[int, ...], by_head: bool, setting: Setting, axis: int, indices: Tokens
 ) -> str:
     """Where a tensor is wrong: "heads 0 and 2", with what is right."""
     d, tokens = setting.config.head_dim, len(setting.tokens)
@@ -154,7 +155,7 @@ def _roles_in_words(roles: Sequence[str], every: Sequence[str]) -> str:
     return _joined([template.format(words) for template, words in texts.items()])
 
 
-def _layers_in_words(chosen: Sequence[int], possible: Sequence[int]) -> str:
+def _layers_in_words(chosen: Tokens, possible: Tokens) -> str:
     """ "in every layer", "in layer 1 only", "in every layer but 3", "in 7 of 12 layers: 0, 1, 4, ..."."""
     others = [layer for layer in possible if layer not in chosen]
     if not others:

@@ -11,20 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...reference.layers import Array, Floats
+from ..types import Tensors
 from .probes import LEVELS, TINY, Answers, Call, read_activations
-from .rules import (
-    NORMS,
-    OUTPUTS,
-    OVER,
-    ROUNDINGS,
-    SCALES,
-    SMALL,
-    X_OUT,
-    Rules,
-    activations,
-    quantize_w,
-    scale_of,
-)
+from .rules import NORMS, OUTPUTS, OVER, ROUNDINGS, SCALES, SMALL, X_OUT, Rules, activations, quantize_w, scale_of
 
 FLIPS = 2e-3  # share of values that float32 noise may round the other way
 STEP = 0.1  # of a quantisation step: what two equal values may differ by
@@ -84,7 +73,7 @@ def factor_between(measured: Array, simulated: Array) -> float:
     return float((measured * simulated).sum() / max((simulated * simulated).sum(), SMALL))
 
 
-def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, Array], random: bool) -> tuple[Rules, float] | None:
+def fit_activations(calls: Mapping[str, Call], seen: Tensors, random: bool) -> tuple[Rules, float] | None:
     """(rules of the activations, the factor of `seen`), or None if no rules give what was seen.
 
     random: equal calls gave different values, so that a value may be a step away.
@@ -114,7 +103,7 @@ def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, Array], random
     return None
 
 
-def fit_floor(calls: Mapping[str, Call], seen: Mapping[str, Array], rules: Rules, factor: float) -> Rules | None:
+def fit_floor(calls: Mapping[str, Call], seen: Tensors, rules: Rules, factor: float) -> Rules | None:
     """The rules with the floor of max|x| that the faint tokens show; None: no floor that was tried does."""
     names = [name for size in TINY if (name := f"tiny {size}") in seen]
     for added, floor in [(0.0, each) for each in FLOORS] + [(each, 0.0) for each in FLOORS if each]:
@@ -145,7 +134,7 @@ def _weight_rules() -> list[dict[str, Any]]:
     return by_difference({"w_scale": tuple(SCALES), "w_round": rounding, "w_clip": (True, False)}, {})
 
 
-def fit_weights(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Rules | None:
+def fit_weights(found: Tensors, drawn: Tensors, rules: Rules) -> Rules | None:
     """The rules of weights that give every one of the effective weights `found`, by name of the matrix `drawn`."""
     patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in found.items()}
     scales: dict[str, dict[str, Array]] = {}
@@ -158,9 +147,7 @@ def fit_weights(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: R
     return None
 
 
-def _has_pattern(
-    rules: Rules, scales: Mapping[str, Array], drawn: Mapping[str, Array], patterns: Mapping[str, Array]
-) -> bool:
+def _has_pattern(rules: Rules, scales: Tensors, drawn: Tensors, patterns: Tensors) -> bool:
     """Whether the same weights are zero, in the first rows."""
     if rules.w_round == "sign of w - mean":
         return all(pattern.mean() > 0.99 for pattern in patterns.values())
@@ -174,9 +161,7 @@ def _has_pattern(
     return True
 
 
-def _fit_output(
-    rules: Rules, scales: Mapping[str, Array], found: Mapping[str, Array], drawn: Mapping[str, Array]
-) -> Rules | None:
+def _fit_output(rules: Rules, scales: Tensors, found: Tensors, drawn: Tensors) -> Rules | None:
     """With the factor of the output; the one without a constant first."""
     ternary = {name: quantize_w(w, rules, scales[name]) for name, w in drawn.items()}
     fitted = None
@@ -197,7 +182,7 @@ def _fit_output(
     return fitted
 
 
-def _thresholds(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Iterator[Rules]:
+def _thresholds(found: Tensors, drawn: Tensors, rules: Rules) -> Iterator[Rules]:
     """Rules that take -1, 0, +1 by a threshold, which is read off: below it effective weights are zero."""
     for name in SCALES:
         tried = replace(rules, w_scale=name, w_round="threshold")

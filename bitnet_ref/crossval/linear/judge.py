@@ -8,15 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...reference.layers import Array
-from .fit import (
-    STEP,
-    effective_weights,
-    fit_activations,
-    fit_bias,
-    fit_floor,
-    fit_weights,
-    read_calls,
-)
+from .fit import STEP, effective_weights, fit_activations, fit_bias, fit_floor, fit_weights, read_calls
 from .gradients import RIGHT, input_gradients, name_gradient, weight_gradients
 from .probes import LEVELS, Answers, Call, K, matrices
 from .rules import (

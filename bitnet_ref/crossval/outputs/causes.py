@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
@@ -20,6 +19,7 @@ from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch, sure_or_possible
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
+from ..types import Mask
 from .driving import Driving, bos_drivings, drivings
 from .given import GivenRun, Ids, Replay, Rows
 from .randomness import looks_sampled
@@ -76,11 +76,7 @@ def within_context(model: LoadedModel, run: GivenRun) -> GivenRun:
 
 
 def explain_tokens(
-    model: LoadedModel,
-    runs: Sequence[GivenRun],
-    *,
-    progress: Progress | None = None,
-    budget_s: float | None = None,
+    model: LoadedModel, runs: Sequence[GivenRun], *, progress: Progress | None = None, budget_s: float | None = None
 ) -> Diagnoses:
     """The causes for which these runs differ: confirmed, or possible. All runs must be explained by one mistake."""
     replays = [Replay(model, within_context(model, run)) for run in runs]
@@ -174,12 +170,12 @@ def tried(driving: Driving, replay: Replay, *value: object) -> Rows | None:
         return None
 
 
-def _misfits(rows: Rows, run: GivenRun) -> NDArray[np.bool_]:
+def _misfits(rows: Rows, run: GivenRun) -> Mask:
     """Which ids are further behind the best than rounding can put them.   (n, V) -> (n,)"""
     return np.asarray(~(_behind(rows, run) <= near_tie(run.engine_dtype, rows)))
 
 
-def _bits(replay: Replay, wrong: NDArray[np.bool_]) -> float:
+def _bits(replay: Replay, wrong: Mask) -> float:
     """How unlikely the wrong ids are in the reference: the sum of -log2 p."""
     chosen = ((replay.base[i], replay.run.tokens[i]) for i in np.flatnonzero(wrong))
     surprise = [-float(log_probabilities(row)[token]) / math.log(2) for row, token in chosen]

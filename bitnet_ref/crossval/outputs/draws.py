@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import GenerationError, count_of
 from ...generation.params import SamplingParams
 from ..explain.diagnose import Diagnoses, sure_or_possible
+from ..types import Tokens, Wide
 from .sampling_rules import TOP_P_STRICT, WRONG_RULES, Probabilities, Row, WrongRule, applies, truth
 
 
@@ -24,11 +24,11 @@ class Draws:
     probabilities: (N, V), after all rules; or None.   chosen: the ids that were drawn; or None.
     """
 
-    logits: NDArray[np.float64]
+    logits: Wide
     params: SamplingParams
     prompt: list[list[int]]
     generated: list[list[int]]
-    probabilities: NDArray[np.float64] | None = None
+    probabilities: Wide | None = None
     chosen: list[list[int]] | None = None
 
 
@@ -154,12 +154,12 @@ def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
     return SampleVerdict(False, verdict, _diagnoses(fitting, confirmed=clear))
 
 
-def _likelihood(p: Sequence[Probabilities], chosen: Sequence[Sequence[int]]) -> float:
+def _likelihood(p: Sequence[Probabilities], chosen: Sequence[Tokens]) -> float:
     with np.errstate(divide="ignore"):
         return float(sum(np.log(row[list(ids)]).sum() for row, ids in zip(p, chosen, strict=True)))
 
 
-def _deviations(p: Sequence[Probabilities], chosen: Sequence[Sequence[int]]) -> float:
+def _deviations(p: Sequence[Probabilities], chosen: Sequence[Tokens]) -> float:
     """How many standard deviations the ln likelihood is from its mean."""
     mean = variance = 0.0
     for row, ids in zip(p, chosen, strict=True):

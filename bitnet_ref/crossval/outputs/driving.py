@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...api import Model
 from ...backends.loaded import LoadedModel
@@ -21,6 +20,7 @@ from ...errors import TokenizerError
 from ...generation.processors import CountPenalties, RepetitionPenalty
 from ..explain.hypotheses.prompts import prompt_hypotheses, tokenizer_of
 from ..token_ids import end_ids
+from ..types import Ints, Tokens
 from .given import GivenRun, Replay, Rows
 
 
@@ -223,13 +223,13 @@ def _penalties(longest: int) -> Iterator[Driving]:
     )
 
 
-def _ban(banned: Sequence[int], ids: NDArray[np.int64], row: Rows) -> Rows:
+def _ban(banned: Tokens, ids: Ints, row: Rows) -> Rows:
     out = row.copy()
     out[list(banned)] = -np.inf
     return out
 
 
-def _ban_repeats(size: int, ids: NDArray[np.int64], row: Rows) -> Rows:
+def _ban_repeats(size: int, ids: Ints, row: Rows) -> Rows:
     """transformers' no_repeat_ngram_size, over prompt and generated tokens."""
     if len(ids) < size:
         return row

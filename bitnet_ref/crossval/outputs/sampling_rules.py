@@ -12,37 +12,37 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...generation.params import SamplingParams
 from ...generation.processors import CountPenalties, RepetitionPenalty, Rules
 from ...generation.sampling import Distribution, count_min_p, distribution, likeliest, nucleus, softmax, typical
+from ..types import Ints, Wide
 
-Probabilities = NDArray[np.float64]  # (V,)
+Probabilities = Wide  # (V,)
 
 
 @dataclass(frozen=True)
 class Row:
     """One row of logits (V,), with the ids before it."""
 
-    logits: NDArray[np.float64]
-    prompt: NDArray[np.int64]
-    generated: NDArray[np.int64]
+    logits: Wide
+    prompt: Ints
+    generated: Ints
 
     @property
-    def ids(self) -> NDArray[np.int64]:
+    def ids(self) -> Ints:
         return np.concatenate([self.prompt, self.generated])
 
 
-Limit = Callable[[NDArray[np.int64], Probabilities, SamplingParams], Distribution]
+Limit = Callable[[Ints, Probabilities, SamplingParams], Distribution]
 
 
 @dataclass(frozen=True)
 class Stages:
     """The pipeline. `order` has the names of the limits.   penalties: (row, params) -> logits"""
 
-    penalties: Callable[[Row, SamplingParams], NDArray[np.float64]]
-    temper: Callable[[NDArray[np.float64], float], NDArray[np.float64]]
+    penalties: Callable[[Row, SamplingParams], Wide]
+    temper: Callable[[Wide, float], Wide]
     limits: dict[str, Limit]
     order: tuple[str, ...] = ("top_k", "top_p", "min_p", "typical_p")
     temper_last: bool = False  # the limits look at the probabilities before temperature
@@ -62,21 +62,21 @@ class Stages:
         return out
 
 
-def _penalties(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+def _penalties(row: Row, params: SamplingParams) -> Wide:
     rules = Rules.of(params, len(row.prompt), (), ())
     return np.asarray(rules.apply(row.ids, row.logits), dtype=np.float64)
 
 
-def _first(ids: NDArray[np.int64], p: Probabilities, count: int) -> Distribution:
+def _first(ids: Ints, p: Probabilities, count: int) -> Distribution:
     count = max(1, count)
     return ids[:count], p[:count] / p[:count].sum()
 
 
-def _top_k(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
+def _top_k(ids: Ints, p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
     return _first(ids, p, params.top_k + more) if 0 < params.top_k < len(ids) else (ids, p)
 
 
-def _top_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
+def _top_p(ids: Ints, p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
     kept = nucleus(ids, p, params.top_p)
     return kept if not more or params.top_p == 1 else _first(ids, p, len(kept[0]) + more)
 
@@ -127,13 +127,13 @@ def _limit(name: str, edit: Limit) -> Stages:
     return replace(RIGHT, limits={**RIGHT.limits, name: edit})
 
 
-def _exclusive_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
+def _exclusive_p(ids: Ints, p: Probabilities, params: SamplingParams) -> Distribution:
     """Goes on until the sum is more than p, and not until it is p or more."""
     before = np.cumsum(p) - p
     return _first(ids, p, int(np.searchsorted(before, params.top_p, side="right"))) if params.top_p < 1 else (ids, p)
 
 
-def _typical_more(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int) -> Distribution:
+def _typical_more(ids: Ints, p: Probabilities, params: SamplingParams, more: int) -> Distribution:
     if params.typical_p == 1:
         return ids, p
     surprise = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
@@ -143,20 +143,20 @@ def _typical_more(ids: NDArray[np.int64], p: Probabilities, params: SamplingPara
     return ids[keep], p[keep] / p[keep].sum()
 
 
-def _part_penalised(row: Row, params: SamplingParams, part: str) -> NDArray[np.float64]:
+def _part_penalised(row: Row, params: SamplingParams, part: str) -> Wide:
     """The repetition penalty on a part of the ids only."""
     rest = _penalties(row, replace(params, repetition_penalty=1.0))
     return np.asarray(RepetitionPenalty(params.repetition_penalty)(getattr(row, part), rest), dtype=np.float64)
 
 
-def _divided(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+def _divided(row: Row, params: SamplingParams) -> Wide:
     """All logits divided, so that negative ones become more likely."""
     out, ids = row.logits.astype(np.float64), np.unique(row.ids)
     out[ids] /= params.repetition_penalty
     return _counted(row, params, out)
 
 
-def _each_time(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+def _each_time(row: Row, params: SamplingParams) -> Wide:
     """Once for each occurrence, and not once for each token."""
     out = row.logits.astype(np.float64)
     for token in row.ids:
@@ -165,12 +165,12 @@ def _each_time(row: Row, params: SamplingParams) -> NDArray[np.float64]:
     return _counted(row, params, out)
 
 
-def _counted(row: Row, params: SamplingParams, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+def _counted(row: Row, params: SamplingParams, logits: Wide) -> Wide:
     rule = CountPenalties(params.presence_penalty, params.frequency_penalty, len(row.prompt))
     return np.asarray(rule(row.ids, logits), dtype=np.float64)
 
 
-def _counting_prompt(row: Row, params: SamplingParams, only: bool) -> NDArray[np.float64]:
+def _counting_prompt(row: Row, params: SamplingParams, only: bool) -> Wide:
     logits = _penalties(row, replace(params, presence_penalty=0.0, frequency_penalty=0.0))
     rule = CountPenalties(params.presence_penalty, params.frequency_penalty, 0)
     return np.asarray(rule(row.prompt if only else row.ids, logits), dtype=np.float64)

@@ -9,7 +9,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...api import Model
 from ...errors import BackendUnavailable
@@ -24,6 +23,7 @@ from ...generation.embed import (
 from ...reference.cache import TokenBatch
 from ..explain.diagnose import Diagnoses, Diagnosis, sure_or_possible
 from ..tolerances import NARROW_FLOATS, SAME_TENSOR
+from ..types import Wide
 from .client import Client, Refused
 
 TEXTS = (
@@ -102,7 +102,7 @@ def cross_vectors(
     return out
 
 
-def _errors(theirs: NDArray[np.float64], right: NDArray[np.float64]) -> list[float]:
+def _errors(theirs: Wide, right: Wide) -> list[float]:
     """The distance of each two directions."""
     a, b = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (theirs, right))
     return [float(each) for each in np.linalg.norm(a - b, axis=1)]
@@ -160,14 +160,12 @@ def _changes(model: Model) -> Iterator[_Change]:
     # fmt: on
 
 
-def _explain(
-    model: Model, texts: Sequence[str], theirs: NDArray[np.float64], limit: float, out: ServedVectors
-) -> Diagnoses:
+def _explain(model: Model, texts: Sequence[str], theirs: Wide, limit: float, out: ServedVectors) -> Diagnoses:
     normal = Diagnosis("not_normalised", "vectors are not divided by their length", "Normalise them.", confirmed=True)
     length = [] if out.lengths_agree else [normal]
     if max(out.errors) <= limit:
         return Diagnoses(length)
-    changes, states = list(_changes(model)), dict[tuple[int, ...], NDArray[np.float64]]()
+    changes, states = list(_changes(model)), dict[tuple[int, ...], Wide]()
     for count in (1, 2):
         fitting = [
             group
@@ -189,9 +187,7 @@ def _explain(
     return Diagnoses(length)
 
 
-def _vectors(
-    model: Model, texts: Sequence[str], group: Sequence[_Change], states: dict[tuple[int, ...], NDArray[np.float64]]
-) -> NDArray[np.float64]:
+def _vectors(model: Model, texts: Sequence[str], group: Sequence[_Change], states: dict[tuple[int, ...], Wide]) -> Wide:
     """The reference's vectors with these deviations.   states: final hidden states by ids, computed once"""
     prompt = next((each.prompt for each in group if each.prompt is not None), None)
     pooling = next((each.pooling for each in group if each.pooling is not None), model.config.pooling)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families.family import Edit, after, own_rope
 from ....reference import layers
 from ....reference.layers import Array, Floats
 from ...names import is_by_head
+from ...types import Ints
 from ..attention import all_scores
 from ..variants import Step
 from .by_token import sigmoid
@@ -38,7 +38,7 @@ def _ij(s: Array) -> tuple[Array, Array]:
     return np.arange(s.shape[1])[:, None], np.arange(s.shape[2])[None, :]
 
 
-def distance(s: Array) -> NDArray[np.int64]:
+def distance(s: Array) -> Ints:
     """How many tokens before its token each key is.   (H, N, S) -> (N, S)"""
     return np.arange(s.shape[1])[:, None] - np.arange(s.shape[2])
 

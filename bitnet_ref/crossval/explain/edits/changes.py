@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....reference.layers import Array
+from ...types import Ints
 from .kinds import Row, wide
 
 # fmt: off
-Order = Callable[..., NDArray[np.int64]]  # (n) -> the places of n things
+Order = Callable[..., Ints]  # (n) -> the places of n things
 
 
 @cache

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families import family_of
 from ....families.family import Edit, after, before, instead, own_rope
 from ....reference import layers
 from ....reference.layers import Array
 from ....reference.weights import LinearWeight
+from ...types import Wide
 from ..variants import Step
 from .attention import angles_of, distance, exponentials, softmax, turn
 from .by_token import absmax, act, mean_square, sigmoid, to_int8
@@ -30,9 +30,9 @@ def _leaky(c: float, x: Array) -> Array:
     return np.where(x > 0, x, c * wide(x))
 
 
-def _gelu(gate: Array, slope: float = math.sqrt(2 / math.pi), cubic: float = 0.044715) -> NDArray[np.float64]:
+def _gelu(gate: Array, slope: float = math.sqrt(2 / math.pi), cubic: float = 0.044715) -> Wide:
     x = wide(gate)
-    turned: NDArray[np.float64] = np.tanh(slope * (x + cubic * x**3))
+    turned: Wide = np.tanh(slope * (x + cubic * x**3))
     return 0.5 * x * (1 + turned)
 
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families.family import Around, Edit, Hypothesis, after, before
 from ....reference import layers
 from ....reference.layers import Array
 from ....reference.weights import Norm
 from ...names import linear_input
+from ...types import Wide
 from ..variants import Step
 
 Change = Callable[[Array], Array]
@@ -59,7 +59,7 @@ class Family:
         return self.edit(self.right * 1.01 if self.log or self.right else 0.01)
 
 
-def wide(x: Array) -> NDArray[np.float64]:
+def wide(x: Array) -> Wide:
     return x.astype(np.float64)
 
 

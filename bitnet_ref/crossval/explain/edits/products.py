@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ....families.family import Edit, after, before, instead, layer_weights
 from ....reference.layers import Array, Floats
 from ....reference.weights import LinearWeight
+from ...types import Ints
 from ..variants import Step
 from .changes import orders
 from .kinds import Change, Description, Formula, Row, norms_of, scale_inputs, wide, with_other, with_part
@@ -120,7 +121,7 @@ def products(step: Step) -> Iterator[Description]:
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def _fused_rows(order: Callable[[list[NDArray[np.int64]], int, int], Any]) -> Edit:
+def _fused_rows(order: Callable[[list[Ints], int, int], Any]) -> Edit:
     """A product whose rows are cut from a fused matrix in another order.
 
     order(the rows of each part, heads of q for a kv head, head_dim): all rows, in the order in which they are taken.
@@ -138,13 +139,13 @@ def _fused_rows(order: Callable[[list[NDArray[np.int64]], int, int], Any]) -> Ed
     return edit
 
 
-def _by_kv_head(parts: list[NDArray[np.int64]], group: int, d: int) -> NDArray[np.int64]:
+def _by_kv_head(parts: list[Ints], group: int, d: int) -> Ints:
     """q's heads of a kv head, its k, its v, then those of the next one."""
     q, k, v = parts
     return np.concatenate([x.reshape(len(k) // d, -1) for x in (q, k, v)], axis=1).reshape(-1)
 
 
-def _by_pair(parts: list[NDArray[np.int64]], group: int, d: int) -> NDArray[np.int64]:
+def _by_pair(parts: list[Ints], group: int, d: int) -> Ints:
     return np.stack(parts, axis=1).reshape(-1)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, layer_weights, own_rope
 from ....reference import layers
@@ -23,6 +22,7 @@ from ....reference.layers import Array
 from ....reference.weights import ModelWeights
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS, is_by_head, op_inputs
+from ...types import Ints, Mask, Tensors, Tokens
 from ..attention import all_scores, scores_of, values_of
 from ..number_formats import FLOATS, INT4_ROWS, INT8_ROWS, rounded, to_integers
 from ..variants import Setting, Step
@@ -45,7 +45,7 @@ def _several(step: Step) -> bool:
     return len(step.setting.calls) > 1
 
 
-def _starts(step: Step) -> NDArray[np.int64]:
+def _starts(step: Step) -> Ints:
     """The first token of each token's call; zeros for one call."""
     calls = step.setting.calls
     return start_of_tokens(calls) if calls else np.zeros(len(step.setting.tokens), dtype=np.int64)
@@ -54,7 +54,7 @@ def _starts(step: Step) -> NDArray[np.int64]:
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
-Positions = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+Positions = Callable[[Ints, Ints, Ints], Ints]
 
 
 def turned_at(positions_of: Positions) -> Edit:
@@ -68,10 +68,10 @@ def turned_at(positions_of: Positions) -> Edit:
     return edit
 
 
-def _start_before(start: NDArray[np.int64]) -> NDArray[np.int64]:
+def _start_before(start: Ints) -> Ints:
     """The first token of the call before each token's call."""
     every = np.unique(start)
-    before: NDArray[np.int64] = every[np.maximum(np.searchsorted(every, start) - 1, 0)]
+    before: Ints = every[np.maximum(np.searchsorted(every, start) - 1, 0)]
     return before
 
 
@@ -92,7 +92,7 @@ _POSITIONS: tuple[tuple[str, str, Positions], ...] = (
 
 
 # (i, j, start of i's call, start of j's call, the end of i's call, first token of the second call) -> whether i sees j
-Sees = Callable[..., NDArray[np.bool_]]
+Sees = Callable[..., Mask]
 
 
 def sees_in_calls(rule: Sees) -> Edit:
@@ -107,7 +107,7 @@ def sees_in_calls(rule: Sees) -> Edit:
     return edit
 
 
-def _matrix(rule: Sees, calls: Calls) -> NDArray[np.bool_]:
+def _matrix(rule: Sees, calls: Calls) -> Mask:
     """(N, N), which token sees which by the rule."""
     starts = start_of_tokens(calls)
     i, j, ends = np.arange(len(starts))[:, None], np.arange(len(starts))[None], starts + np.repeat(calls, calls)
@@ -133,7 +133,7 @@ _SEES: tuple[tuple[str, str, Sees], ...] = (
 )  # fmt: skip
 
 
-def _of_last_call(starts: Array, of_seen: Array) -> NDArray[np.bool_]:
+def _of_last_call(starts: Array, of_seen: Array) -> Mask:
     """Whether the seen token's call is the looking token's or the one before."""
     order = np.unique(of_seen)
     return np.searchsorted(order, starts) - np.searchsorted(order, of_seen) <= 1
@@ -258,7 +258,7 @@ MOVED, FROM_0, ALL_AT_0 = "", "_from_0", "_at_0"
 _PLACES = {MOVED: "", FROM_0: ", both from position 0", ALL_AT_0: ", at position 0"}
 
 
-def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
+def sees_in_front(front: Tokens, place: str, from_call: int) -> Edit:
     """Attention that also sees these tokens, laid in front of the sequence.   from_call: only from that call on."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
@@ -291,7 +291,7 @@ def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
 _front_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk] *.attn.hook_z")
 
 
-def _fronts(setting: Setting) -> Iterator[tuple[str, str, Sequence[int]]]:
+def _fronts(setting: Setting) -> Iterator[tuple[str, str, Tokens]]:
     """(name, words, tokens) of what may lie before a sequence of a batch."""
     for index, other in enumerate(setting.others):
         yield f"other_{index}", _other_in_words(setting, index), other
@@ -310,9 +310,7 @@ def _other_in_words(setting: Setting, index: int) -> str:
 # -- which of them apply -----------------------------------------------------------------------------------------------
 
 
-def call_hypotheses(
-    setting: Setting, candidate: Mapping[str, Array], known: Sequence[Hypothesis]
-) -> tuple[Hypothesis, ...]:
+def call_hypotheses(setting: Setting, candidate: Tensors, known: Sequence[Hypothesis]) -> tuple[Hypothesis, ...]:
     """The mistakes of calls, caches and other sequences for a run that has them; () for a run of one call.
 
     known: mistakes of single steps, each of which may be made in some calls only.
@@ -389,7 +387,7 @@ def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
         yield _sees_mistake(name, cause, _CACHE, sees_in_calls(sees))
 
 
-def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int | None:
+def first_wrong_token(setting: Setting, candidate: Tensors) -> int | None:
     """The first token with a wrong row in the residual stream or the logits; None if none is, or neither is recorded."""
     first = None
     for name, step in setting.steps.items():
@@ -407,7 +405,7 @@ def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int |
     return first
 
 
-def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
+def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, Mask]]:
     """(name, words, tokens (N,)) of the calls that a kernel of its own may compute, none twice.
 
     first: the first wrong token, which must be in one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from ....families.family import Edit, Hypothesis, after, before, layer_weights
 from ....reference.layers import Array, Floats
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear, TernaryWeight
+from ...types import Tensors
 from ..number_formats import rounded
 from ..variants import Setting, Step
 
@@ -170,7 +171,7 @@ def _zeros(subject: str, names: list[str]) -> Hypothesis:
     return Hypothesis(steps, "unsupported_shape_gives_zeros", cause, remedy, after(np.zeros_like))
 
 
-def zero_hypotheses(s: Setting, candidate: Mapping[str, Array]) -> Iterator[Hypothesis]:
+def zero_hypotheses(s: Setting, candidate: Tensors) -> Iterator[Hypothesis]:
     """Linears that give zeros: those whose recorded results are zeros or, if none is recorded, those of each shape."""
     blocks = {name: w for name, w in s.weights.linears() if name != "lm_head"}
     hooks = ("hook_acc_int32", "hook_out")

@@ -6,7 +6,7 @@ To test one, the reference's own ids are changed. The result must equal the cand
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ....backends.loaded import LoadedModel
 from ....errors import TokenizerError
 from ....tokenizers.base import END_OF_TURN
+from ...types import Tokens
 
 if TYPE_CHECKING:
     from ....tokenizers import Tokenizer
@@ -32,7 +33,7 @@ class TokenHypothesis:
 
 
 def prompt_hypotheses(
-    ids: Sequence[int], candidate_ids: Sequence[int], tokenizer: Tokenizer | None, prompt: str | None
+    ids: Tokens, candidate_ids: Tokens, tokenizer: Tokenizer | None, prompt: str | None
 ) -> list[TokenHypothesis]:
     """Mistakes in encoding a prompt: `ids` are the reference's, `prompt` the text they were encoded from, if known."""
     right, bos = list(ids), tokenizer.bos_id if tokenizer else None
