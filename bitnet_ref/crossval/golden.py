@@ -78,54 +78,30 @@ def _config(model_type: str, hidden: int, ffn: int, **more: Any) -> dict[str, An
     return {**_LLAMA, "model_type": model_type, **sizes, **more}
 
 
+# fmt: off
 MODELS = (
-    TinyModel(
-        "bitnet",
-        "BitNet b1.58 as 2B-4T is: relu2, sub-norms, int8 activations, tied embeddings",
-        "bitlinear",
+    TinyModel("bitnet", "BitNet b1.58 as 2B-4T is: relu2, sub-norms, int8 activations, tied embeddings", "bitlinear",
         _config("bitnet", 256, 512, num_hidden_layers=1, num_key_value_heads=1, rope_theta=500000.0)
         | {"tie_word_embeddings": True, "quantization_config": {**_BITLINEAR, "linear_class": "autobitlinear"}},
-        (
-            *("hf-packed", "gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-iq2_bn", "gguf-tl1", "gguf-tl2"),
-            *("onnx", "native", "native-base3"),
-        ),
-    ),
-    TinyModel(
-        "llama-bitnet",
-        "BitLinears in a LLaMA, as Falcon3-1.58bit has them: silu, no sub-norms, an untied head",
-        "bitlinear",
-        _config("llama", 64, 128, quantization_config={**_BITLINEAR, "linear_class": "bitlinear"}),
-        ("hf-packed", "hf-bf16", "hf-online", "gguf-f16", "gguf-i2_s", "native"),
-    ),
-    TinyModel(
-        "groups",
-        "ternary by groups of 128 inputs, as Ternary-Bonsai is: Qwen3, float activations",
-        "groups",
+        ("hf-packed", "gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-iq2_bn", "gguf-tl1", "gguf-tl2", "onnx", "native",
+         "native-base3")),
+    TinyModel("llama-bitnet", "BitLinears in a LLaMA, as Falcon3-1.58bit has them: silu, no sub-norms, an untied head",
+        "bitlinear", _config("llama", 64, 128, quantization_config={**_BITLINEAR, "linear_class": "bitlinear"}),
+        ("hf-packed", "hf-bf16", "hf-online", "gguf-f16", "gguf-i2_s", "native")),
+    TinyModel("groups", "ternary by groups of 128 inputs, as Ternary-Bonsai is: Qwen3, float activations", "groups",
         _config("qwen3", 128, 256, tie_word_embeddings=True),
-        ("mlx-2bit", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "native"),
-    ),
-    TinyModel(
-        "sherry",
+        ("mlx-2bit", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "native")),
+    TinyModel("sherry",
         "3:4 sparse by groups of 256 inputs, as Sherry is: one zero in each four weights 16 apart, float activations",
-        "sherry",
-        _config("qwen3", 256, 256, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True),
-        ("gguf-stq1_0", "gguf-tq1_0", "gguf-tq2_0", "native"),
-    ),
-    TinyModel(
-        "binary",
-        "binary by groups of 128 inputs, as Bonsai-1bit is: no zeros, float activations",
-        "binary",
-        _config("qwen3", 128, 128, tie_word_embeddings=True),
-        ("mlx-1bit", "gguf-q1_0", "native"),
-    ),
-    TinyModel(
-        "dense",
-        "a dense LLaMA, whose values all of these types hold exactly",
-        "dense",
+        "sherry", _config("qwen3", 256, 256, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True),
+        ("gguf-stq1_0", "gguf-tq1_0", "gguf-tq2_0", "native")),
+    TinyModel("binary", "binary by groups of 128 inputs, as Bonsai-1bit is: no zeros, float activations", "binary",
+        _config("qwen3", 128, 128, tie_word_embeddings=True), ("mlx-1bit", "gguf-q1_0", "native")),
+    TinyModel("dense", "a dense LLaMA, whose values all of these types hold exactly", "dense",
         _config("llama", 64, 128),
-        ("hf-unpacked", "gguf-f32", "gguf-f16", "gguf-bf16", "gguf-q8_0", "onnx", "native"),
-    ),
+        ("hf-unpacked", "gguf-f32", "gguf-f16", "gguf-bf16", "gguf-q8_0", "onnx", "native")),
 )
+# fmt: on
 
 
 class GoldenFile(NamedTuple):

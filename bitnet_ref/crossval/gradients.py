@@ -172,9 +172,6 @@ def _distance(theirs: Array, ours: Array) -> float:
     return error / size if size else float(error > 0)
 
 
-# -- known mistakes ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Mistake:
     """A change of the training step: of functions of `ops`, of all gradients, or of the optimiser's update."""

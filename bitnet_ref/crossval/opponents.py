@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
@@ -182,19 +181,19 @@ def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -
     crossings = [cross_trace(model, path, causes=False, strict=strict) for path in paths]
     if len(paths) == 1:
         return crossings[0]
-    facts = [_facts_of(path) for path in paths]
+    ids, words, longest = zip(*map(_facts_of, paths), strict=True)
     crossing = crossings[wrong := _first_wrong(crossings)]
     crossing.wrong_file, crossing.file_name = paths[wrong], paths[wrong].stem
     for i, (path, each) in enumerate(zip(paths, crossings, strict=True)):
         if i == wrong:
             continue
-        run = FurtherRun(path.stem, facts[i].tokens, facts[i].words, each.comparisons, failed=each.failed)
+        run = FurtherRun(path.stem, len(ids[i]), words[i], each.comparisons, failed=each.failed)
         run.misnamed = each.misnamed
-        if not crossing.agrees and each.agrees and facts[i].ids == facts[wrong].ids:
+        if not crossing.agrees and each.agrees and ids[i] == ids[wrong]:
             run.same_as_short = False
         crossing.further.append(run)
-    right = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees]
-    bad = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees is False]
+    right = [longest[i] for i, each in enumerate(crossings) if each.agrees]
+    bad = [longest[i] for i, each in enumerate(crossings) if each.agrees is False]
     if right and bad and max(right) < min(bad):
         crossing.by_length = f"right for calls of up to {max(right)} tokens, wrong for {min(bad)}"
     return crossing
@@ -206,23 +205,14 @@ def _first_wrong(crossings: Sequence[Crossing]) -> int:
     return next((verdicts.index(verdict) for verdict in (False, None) if verdict in verdicts), 0)
 
 
-class _Facts(NamedTuple):
-    """Of a trace: how many tokens, its calls in words, the tokens, the longest call."""
-
-    tokens: int
-    words: str
-    ids: list[int]
-    longest_call: int
-
-
-def _facts_of(path: Path) -> _Facts:
+def _facts_of(path: Path) -> tuple[list[int], str, int]:
+    """(tokens, calls in words, the longest call) of a trace."""
     with Trace(path) as trace:
-        n, sizes = len(trace.token_ids), [size for calls in trace.sequence_calls for size in calls]
+        sizes = [size for calls in trace.sequence_calls for size in calls]
+        words = sizes_in_words(trace.calls or (len(trace.token_ids),))
         if len(trace.sequences) > 1:
             words = f"sequences of {' and '.join(map(str, trace.sequences))} tokens"
-        else:
-            words = sizes_in_words(trace.calls or (n,))
-        return _Facts(n, words, trace.token_ids, max(sizes, default=max(trace.sequences)))
+        return trace.token_ids, words, max(sizes, default=max(trace.sequences))
 
 
 def _cross_run(model: Model, reference: Model, trace: TraceRun, strict: bool) -> Crossing:
@@ -280,13 +270,10 @@ def explain_trace(
 def _actual_run(crossing: Crossing, reference: Model, trace: TraceRun) -> View:
     """The trace with the tokens that its engine ran on, if its embedding tells them; they are noted in `crossing`."""
     run, ids = View(trace), trace.token_ids
-    used = used_ids(reference, trace["hook_embed"], ids) if "hook_embed" in trace else None
-    known = [token for token in used or () if token is not None]
-    if (
-        used is None
-        or not known
-        or (len(used) == len(ids) and all(u in (None, i) for u, i in zip(used, ids, strict=True)))
-    ):
+    used = used_ids(reference, trace["hook_embed"], ids) or [] if "hook_embed" in trace else []
+    known = [token for token in used if token is not None]
+    fits = len(used) == len(ids) and all(u in (None, i) for u, i in zip(used, ids, strict=True))
+    if not known or fits:
         return run
     crossing.other_tokens = beside(ids, used)
     if len(known) == len(used) <= reference.config.context_length:

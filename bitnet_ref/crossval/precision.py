@@ -144,9 +144,6 @@ def _continuation(model: Model, start: list[int]) -> list[int]:
     return list(out.token_ids)
 
 
-# -- KV caches ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CacheError:
     """The error of one cache dtype. KL(float32 || dtype) in nats."""

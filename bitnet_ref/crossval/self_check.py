@@ -138,9 +138,6 @@ def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[in
     return accumulators, unequal
 
 
-# -- known answers -----------------------------------------------------------------------------------------------------
-
-
 def check_answers(model: Model, *, quick: bool = False) -> Iterator[PathCheck]:
     """The shipped model on any backend against its known answers, and a training step of its shape.
 

@@ -12,6 +12,7 @@ from ..reference.layers import Array
 
 Tensors = Mapping[str, Array]  # a run, by the names of its tensors
 Tokens = Sequence[int]
+Ids = list[int]
 Wide = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -113,10 +114,17 @@ def _activations_of(path: Path) -> str:
 
 def _own_file(rounding: str, path: Path, folder: Path) -> Prepared:
     model = load(path, backend="numpy", activations="blocks" if rounding == _RULE else "auto")
-    config = model.config
-    heads = [config.num_attention_heads, config.num_key_value_heads]
-    job = {"model": str(path), "interleaved": _is_interleaved(path), "heads": heads}
-    return model, {**job, "long_names": [f"*.{NORMALIZED}", "*.hook_z", "*.hook_post"]}
+    return model, _job(path, model, _is_interleaved(path))
+
+
+def _job(file: Path, model: Model, is_interleaved: bool) -> dict[str, Any]:
+    heads = [model.config.num_attention_heads, model.config.num_key_value_heads]
+    long_names = [
+        f"*.{NORMALIZED}",
+        "*.hook_z",
+        "*.hook_post",
+    ]  # it has no int8 tensors: the inputs of linears show flips
+    return {"model": str(file), "interleaved": is_interleaved, "heads": heads, "long_names": long_names}
 
 
 def _is_interleaved(path: Path) -> bool:
@@ -172,13 +180,9 @@ def _prepare(path: Path, kind: str, folder: Path) -> Prepared:
         _adapt_config(checkpoint)
         config = checkpoint.config
         write_gguf_model(checkpoint, file, kind, dense_type="F32")
-    heads = [config.num_attention_heads, config.num_key_value_heads]
     # A ternary file rounds the scales, so the model is read from the file
     model = load(path if config.quantization is None and not config.sub_norms else file, backend="numpy")
-    interleaved = architectures()[architecture(config)][1].permuted
-    job = {"model": str(file), "interleaved": interleaved, "heads": heads}
-    # It has no int8 tensors: `_count_unflipped` finds flips by the inputs of linears
-    return model, {**job, "long_names": [f"*.{NORMALIZED}", "*.hook_z", "*.hook_post"]}
+    return model, _job(file, model, architectures()[architecture(config)][1].permuted)
 
 
 def _adapt_config(checkpoint: Checkpoint) -> None:

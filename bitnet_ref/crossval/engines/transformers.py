@@ -67,6 +67,11 @@ def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
             path = folder / "model"
             path.mkdir()
             write_hf(checkpoint, path, kind)
+    return load_for(path, dtype)
+
+
+def load_for(path: Path, dtype: str | None) -> Prepared:
+    """A folder's model, and the job for the recorder.   dtype: None is the folder's own"""
     model = load(path, backend="numpy")
     # dynamic RoPE depends on the length of the call: only one token per call gives each token its own angles
     one_at_a_time = model.config.rope.rope_type in ("dynamic", "longrope")

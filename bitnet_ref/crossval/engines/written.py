@@ -100,11 +100,8 @@ _Prepared = tuple[Model, Mapping[str, Any], Judge]
 
 
 def _folder(path: Path) -> _Prepared:
-    model = load(path, backend="numpy")
-    # as the reference, which gives each token the angles of its own position
-    one_at_a_time = model.config.rope.rope_type in ("dynamic", "longrope")
-    job = {"model": str(path), "dtype": None, "one_at_a_time": one_at_a_time, "names": FEW_NAMES}
-    return model, job, judge_by_contract
+    model, job = transformers.load_for(path, None)
+    return model, {**job, "names": FEW_NAMES}, judge_by_contract
 
 
 def _gguf(path: Path) -> _Prepared:

@@ -199,8 +199,8 @@ class _FlipSearch(FlippedRuns):
 
     def agrees(self, run: FlippedRun, theirs: View, token: int) -> bool:
         """Whether all of a trial's tensors agree up to that token."""
-        beginning = {name: first_rows(name, x, token + 1) for name, x in run.tensors.items()}
-        return self.compare(beginning, View(theirs, set(beginning))).agrees
+        tensors = {name: first_rows(name, x, token + 1) for name, x in run.tensors.items()}
+        return self.compare(tensors, View(theirs, set(tensors))).agrees
 
     def count(self, run: FlippedRun, made: Sequence[Flip], token: int) -> None:
         """Add to `work` what a trial of these flips costs, in rows times layers."""

@@ -223,8 +223,6 @@ class _StepRecorder(Recorder):
             self.keep(name, self.by_token(result) if name.endswith(("hook_scale", "hook_normalized")) else result)
         return result
 
-    # -- ops -----------------------------------------------------------------------------------------------------------
-
     def on_result(self, step: ObservedStep, call: Call, *args: Any) -> Array:
         if step.op == "scale":
             x, factor, name = args

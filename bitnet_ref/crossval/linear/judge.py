@@ -39,17 +39,10 @@ from .verdict import (
 )
 
 _CONSTANTS: dict[float, str] = {
-    1 / K: "1 / in_features: a norm by dim^-0.5 where dim^0.5 belongs",
-    K: "in_features",
-    K**0.5: "the root of in_features",
-    K**-0.5: "1 / the root of in_features",
-    128 / 127: "128 / 127",
-    127 / 128: "127 / 128",
-    127.0: "127",
-    1 / 127: "1 / 127",
-    128.0: "128",
-    1 / 128: "1 / 128",
-}
+    1 / K: "1 / in_features: a norm by dim^-0.5 where dim^0.5 belongs", K: "in_features",
+    K**0.5: "the root of in_features", K**-0.5: "1 / the root of in_features",
+    128 / 127: "128 / 127", 127 / 128: "127 / 128", 127.0: "127", 1 / 127: "1 / 127", 128.0: "128", 1 / 128: "1 / 128",
+}  # fmt: skip
 
 
 def judge(target: str, versions: str, calls: Sequence[Call], answers: Answers) -> LinearVerdict:

@@ -19,9 +19,9 @@ from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch, sure_or_possible
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
-from ..types import Mask
+from ..types import Ids, Mask
 from .driving import Driving, bos_drivings, drivings
-from .given import GivenRun, Ids, Replay, Rows
+from .given import GivenRun, Replay, Rows
 from .randomness import looks_sampled
 
 # Bits of evidence: how unlikely the wrong ids are in the reference. A change that has nothing to do with them gives the

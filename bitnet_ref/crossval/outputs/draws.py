@@ -32,8 +32,6 @@ class Draws:
     chosen: list[list[int]] | None = None
 
 
-# -- the verdict -------------------------------------------------------------------------------------------------------
-
 CLOSE = 1e-4  # of a probability: softmax in float32 over some hundred thousand logits
 _NUDGE = 1e-6  # of top_p and min_p: a token at the threshold itself may fall on either side
 _CLEAR = 9.0  # ln of how much better a wrong rule must explain the draws than the right one

@@ -17,9 +17,9 @@ from ...errors import FormatError, GenerationError, TokenizerError, describe
 from ...generation.params import SamplingParams
 from ...system.json_file import open_regular, parse_json_object, read_bounded, read_json_object
 from ..tolerances import LOGITS_ROUNDING
-from ..types import Tokens, Wide
+from ..types import Ids, Tokens, Wide
 from .draws import Draws
-from .given import GivenRun, Ids
+from .given import GivenRun
 
 MAX_BYTES = 1 << 26
 _FINISH = ("stop", "length", None)

@@ -18,9 +18,8 @@ from ..explain.hypotheses.calls import turned_at
 from ..explain.variants import Setting
 from ..names import LOGITS, op_order
 from ..token_ids import end_ids
-from ..types import Ints, Tokens
+from ..types import Ids, Ints, Tokens
 
-Ids = list[int]
 Rows = NDArray[np.floating]  # (n, V): the logits that choose each id
 
 

@@ -105,9 +105,6 @@ def truth(row: Row, params: SamplingParams) -> Probabilities:
     return out
 
 
-# -- wrong rules -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class WrongRule:
     """uses: the parameters without which it makes no difference."""

@@ -15,10 +15,11 @@ from ..explain.diagnose import Diagnoses, Diagnosis, Progress, sure_or_possible
 from ..opponents import PROMPT, default_tokens
 from ..token_ids import Greedy, common_prefix, compare_text, ids_of_text, token_parity
 from ..tolerances import LOGPROB_SHARE, near_tie
+from ..types import Ids
 from .causes import explain_tokens, judge_tokens, tried, within_context
 from .client import Answer, Client, Refused, rms
 from .driving import Driving, drivings
-from .given import GivenRun, Ids, Replay, Rows
+from .given import GivenRun, Replay, Rows
 
 PROMPTS = (PROMPT, "Once upon a time", "She said", "The")
 _FEW_PROMPT = 8  # ids, of a model without a tokenizer
@@ -231,9 +232,6 @@ def _logprob_errors(model: Model, exchange: Exchange, rows: Rows | None = None) 
         return None
     error, limit, token, place = max(errors)
     return LogprobErrors(len(errors), error, rms([each[0] for each in errors]), limit, token, place)
-
-
-# -- causes ------------------------------------------------------------------------------------------------------------
 
 
 def _explain(model: Model, served: Served, progress: Progress | None, budget_s: float | None) -> Diagnoses:

@@ -23,7 +23,7 @@ from ...generation.embed import (
 from ...reference.cache import TokenBatch
 from ..explain.diagnose import Diagnoses, Diagnosis, sure_or_possible
 from ..tolerances import NARROW_FLOATS, SAME_TENSOR
-from ..types import Wide
+from ..types import Ids, Wide
 from .client import Client, Refused
 
 TEXTS = (
@@ -106,11 +106,6 @@ def _errors(theirs: Wide, right: Wide) -> list[float]:
     """The distance of each two directions."""
     a, b = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (theirs, right))
     return [float(each) for each in np.linalg.norm(a - b, axis=1)]
-
-
-# -- causes ------------------------------------------------------------------------------------------------------------
-
-Ids = list[int]
 
 
 @dataclass(frozen=True)

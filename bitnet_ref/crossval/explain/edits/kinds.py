@@ -63,9 +63,6 @@ def wide(x: Array) -> Wide:
     return x.astype(np.float64)
 
 
-# -- the kinds of edits ------------------------------------------------------------------------------------------------
-
-
 def from_run(index: int | None, name: str, origin: str) -> Edit:
     """The step with another tensor of the run as one of its inputs, or (None) as its result."""
 

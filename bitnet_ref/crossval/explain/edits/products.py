@@ -121,6 +121,11 @@ def products(step: Step) -> Iterator[Description]:
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+def _fused_with(step: Step) -> tuple[str, ...]:
+    """The linears of a step's fused matrix; () if its own is none."""
+    return next((names for names in FUSED if step.name.split(".")[-2] in names), ())
+
+
 def _fused_rows(order: Callable[[list[Ints], int, int], Any]) -> Edit:
     """A product whose rows are cut from a fused matrix in another order.
 
@@ -129,7 +134,7 @@ def _fused_rows(order: Callable[[list[Ints], int, int], Any]) -> Edit:
 
     def edit(step: Step, compute: Edit, x: Array, w: LinearWeight) -> Array:
         own, layer, cfg = step.name.split(".")[-2], layer_weights(step), step.setting.config
-        names = next(names for names in FUSED if own in names)
+        names = _fused_with(step)
         matrices = [matrix(getattr(layer, name)) for name in names]
         stops = np.cumsum([len(m) for m in matrices])
         parts = np.split(np.arange(stops[-1]), stops[:-1])
@@ -150,7 +155,7 @@ def _by_pair(parts: list[Ints], group: int, d: int) -> Ints:
 
 
 def _fused(step: Step) -> Iterator[Description]:
-    names = next((names for names in FUSED if step.name.split(".")[-2] in names), ())
+    names = _fused_with(step)
     orders_of: list[tuple[str, Callable[..., Any]]] = []
     for order in permutations(range(len(names))) if names else ():
         if list(order) != sorted(order):
@@ -232,8 +237,7 @@ DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other pla
 
 def merged(step: Step) -> Iterator[Description]:
     """One scale for the linears that are computed as one matrix."""
-    own = step.name.split(".")[-2]
-    names = next((names for names in FUSED if own in names), ())
+    names = _fused_with(step)
     for words, density in (("the mean of their scales", False), ("mean |w| of their ternary matrices together", True)):
         def scale(step: Step, density: bool = density) -> float:
             ws = [w.bit_linear for name in names if (w := getattr(layer_weights(step), name, None)) is not None]

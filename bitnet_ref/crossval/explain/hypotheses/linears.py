@@ -160,9 +160,6 @@ HYPOTHESES = (
 # fmt: on
 
 
-# -- linears that return zeros -----------------------------------------------------------------------------------------
-
-
 def _zeros(subject: str, names: list[str]) -> Hypothesis:
     """These linears give zeros; `subject` names them in the cause."""
     cause = f"{subject} return zeros"

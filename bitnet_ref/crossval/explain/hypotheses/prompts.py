@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 from ....backends.loaded import LoadedModel
 from ....errors import TokenizerError
 from ....tokenizers.base import END_OF_TURN
-from ...types import Tokens
+from ...types import Ids, Tokens
 
 if TYPE_CHECKING:
     from ....tokenizers import Tokenizer
-
-Ids = list[int]
 
 
 @dataclass(frozen=True)
