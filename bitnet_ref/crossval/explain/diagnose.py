@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -217,14 +217,15 @@ def _change_all(changes: Sequence[Change], setting: Setting) -> Setting | None:
 
 def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
     """One diagnosis of several mistakes that agree with the candidate only together."""
-    return Diagnosis(
-        " + ".join(d.name for d in mistakes),
-        "; and ".join(d.cause for d in mistakes),
-        " ".join(d.remedy.rstrip(".") + "." for d in mistakes),
-        confirmed=True,
-        logit_error_before=mistakes[0].logit_error_before,
-        logit_error=mistakes[-1].logit_error,
-    )
+    errors = mistakes[0].logit_error_before, mistakes[-1].logit_error
+    together = Diagnosis(*joined(mistakes), confirmed=True)
+    return replace(together, logit_error_before=errors[0], logit_error=errors[1])
+
+
+def joined(mistakes: Iterable[Any]) -> tuple[str, str, str]:
+    """Name, cause and remedy of several mistakes that are made at once."""
+    names, causes, remedies = zip(*((d.name, d.cause, d.remedy.rstrip(".") + ".") for d in mistakes), strict=True)
+    return " + ".join(names), "; and ".join(causes), " ".join(remedies)
 
 
 def diagnose_prompt(

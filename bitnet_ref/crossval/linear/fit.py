@@ -134,15 +134,18 @@ def _weight_rules() -> list[dict[str, Any]]:
     return by_difference({"w_scale": tuple(SCALES), "w_round": rounding, "w_clip": (True, False)}, {})
 
 
-def fit_weights(found: Tensors, drawn: Tensors, rules: Rules) -> Rules | None:
-    """The rules of weights that give every one of the effective weights `found`, by name of the matrix `drawn`."""
-    patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in found.items()}
+def fit_weights(effective: Tensors, drawn: Tensors, rules: Rules) -> Rules | None:
+    """The rules of weights that give every one of the effective weights `effective`, by name of the matrix `drawn`."""
+    patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in effective.items()}
     scales: dict[str, dict[str, Array]] = {}
-    for tried in chain((replace(rules, **each) for each in _weight_rules()), _thresholds(found, drawn, rules)):
+    for tried in chain((replace(rules, **each) for each in _weight_rules()), _thresholds(effective, drawn, rules)):
         if tried.w_scale not in scales:
             scales[tried.w_scale] = {name: scale_of(w, tried) for name, w in drawn.items()}
         own = scales[tried.w_scale]
-        if _has_pattern(tried, own, drawn, patterns) and (fitted := _fit_output(tried, own, found, drawn)) is not None:
+        if (
+            _has_pattern(tried, own, drawn, patterns)
+            and (fitted := _fit_output(tried, own, effective, drawn)) is not None
+        ):
             return fitted
     return None
 
@@ -161,17 +164,17 @@ def _has_pattern(rules: Rules, scales: Tensors, drawn: Tensors, patterns: Tensor
     return True
 
 
-def _fit_output(rules: Rules, scales: Tensors, found: Tensors, drawn: Tensors) -> Rules | None:
+def _fit_output(rules: Rules, scales: Tensors, effective: Tensors, drawn: Tensors) -> Rules | None:
     """With the factor of the output; the one without a constant first."""
     ternary = {name: quantize_w(w, rules, scales[name]) for name, w in drawn.items()}
     fitted = None
     for out, of in OUTPUTS.items():
         eff = {name: ternary[name] * of(scales[name].astype(np.float64), w, ternary[name]) for name, w in drawn.items()}
-        ratios = {name: factor_between(found[name], each) for name, each in eff.items() if each.any()}
+        ratios = {name: factor_between(effective[name], each) for name, each in eff.items() if each.any()}
         first = next(iter(ratios.values()), 0.0)
         if not abs(first) > SMALL or any(abs(ratio / first - 1) > SAME for ratio in ratios.values()):
             continue
-        near = {name: np.abs(found[name] / first - each) <= 0.02 * np.abs(each).max() for name, each in eff.items()}
+        near = {name: np.abs(effective[name] / first - each) <= 0.02 * np.abs(each).max() for name, each in eff.items()}
         if min(float(each.mean()) for each in near.values()) < 1 - FLIPS:
             continue
         is_one = abs(first - 1) < SAME
@@ -182,7 +185,7 @@ def _fit_output(rules: Rules, scales: Tensors, found: Tensors, drawn: Tensors) -
     return fitted
 
 
-def _thresholds(found: Tensors, drawn: Tensors, rules: Rules) -> Iterator[Rules]:
+def _thresholds(effective: Tensors, drawn: Tensors, rules: Rules) -> Iterator[Rules]:
     """Rules that take -1, 0, +1 by a threshold, which is read off: below it effective weights are zero."""
     for name in SCALES:
         tried = replace(rules, w_scale=name, w_round="threshold")
@@ -191,7 +194,7 @@ def _thresholds(found: Tensors, drawn: Tensors, rules: Rules) -> Iterator[Rules]
             if matrix == "ties":
                 continue
             size = np.abs(w) / scale_of(w, tried)
-            is_zero = np.abs(found[matrix]) < 1e-3 * np.abs(found[matrix]).max()
+            is_zero = np.abs(effective[matrix]) < 1e-3 * np.abs(effective[matrix]).max()
             lower = max(lower, float(size[is_zero].max(initial=0)))
             upper = min(upper, float(size[~is_zero].min(initial=np.inf)))
         if lower < upper * 1.0001 and np.isfinite(upper):

@@ -184,7 +184,7 @@ def _bits(replay: Replay, wrong: Mask) -> float:
 
 def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
     """Causes in where a text ends, of runs whose ids are right up to there."""
-    ends, found = end_ids(model), dict[str, Diagnosis]()
+    ends, by_name = end_ids(model), dict[str, Diagnosis]()
     for run in runs:
         greedy = _compare(model, run)
         if greedy.parted is None:
@@ -193,13 +193,13 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
         if greedy.candidate == "the end":
             cause = "the generation stops at a token that is no end token, or at a smaller limit"
             remedy = "Compare the stop tokens, stop strings and max_tokens."
-            found["stops_early"] = Diagnosis("stops_early", cause, remedy, confirmed=True)
+            by_name["stops_early"] = Diagnosis("stops_early", cause, remedy, confirmed=True)
         elif greedy.reference == "the end" and not _misfits(Replay(model, within_context(model, run)).base, run).any():
             end = name_of(model, next(token for token in tokens if token in ends))
             cause = f"the end token ({end}) does not end the generation"
             ends_of_turns = "2B-4T ends its turns with 128009, not with 128001."
             remedy = f"Stop on every id of eos_token_id and on <|eot_id|>: {ends_of_turns}"
-            found["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
+            by_name["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
         else:
             return []
-    return list(found.values())
+    return list(by_name.values())

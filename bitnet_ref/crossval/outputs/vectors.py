@@ -21,7 +21,7 @@ from ...generation.embed import (
     token_rows,
 )
 from ...reference.cache import TokenBatch
-from ..explain.diagnose import Diagnoses, Diagnosis, sure_or_possible
+from ..explain.diagnose import Diagnoses, Diagnosis, joined, sure_or_possible
 from ..tolerances import NARROW_FLOATS, SAME_TENSOR
 from ..types import Ids, Wide
 from .client import Client, Refused
@@ -169,16 +169,8 @@ def _explain(model: Model, texts: Sequence[str], theirs: Wide, limit: float, out
             and max(_errors(theirs, _vectors(model, texts, group, states)[:, : theirs.shape[1]])) <= limit
         ]
         if fitting:
-            found = [
-                sure_or_possible(
-                    " + ".join(each.name for each in group),
-                    "; and ".join(each.cause for each in group),
-                    " ".join(each.remedy for each in group),
-                    len(fitting) == 1,
-                )
-                for group in fitting
-            ]
-            return Diagnoses([*found, *length])
+            causes = [sure_or_possible(*joined(group), len(fitting) == 1) for group in fitting]
+            return Diagnoses([*causes, *length])
     return Diagnoses(length)
 
 
