@@ -51,6 +51,11 @@ def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
     return tokens[: model.config.context_length]
 
 
+def reference_of(model: Model) -> Model:
+    """The model on NumPy in float32, whatever backend it was loaded for."""
+    return model.on(Backend("float32", model.backend.threads))
+
+
 def cross_backends(
     model: Model,
     tokens: Tokens,
@@ -65,14 +70,13 @@ def cross_backends(
     long: a longer run, as of `long_tokens`. Its logits at all tokens and each block's result are compared.
     on_check: called with each comparison and each check of a path when it is done.
     """
-    threads = model.backend.threads
-    reference = model.on(Backend("float32", threads))
+    reference = reference_of(model)
     wanted = None if only is None else set(only)
     crossings = []
     with ExitStack() as stack:
         right = stack.enter_context(record_reference(reference, tokens))
         right_long = None if long is None else stack.enter_context(record_reference(reference, long, FEW_NAMES))
-        for name, make, reason in list_backends(threads):
+        for name, make, reason in list_backends(model.backend.threads):
             if wanted is None or name in wanted:
                 crossing = Crossing(name, unavailable=reason)
                 if reason is None:
@@ -145,7 +149,7 @@ def cross_trace(model: Model, path: StrPath, *, causes: bool = True, strict: boo
     that are not recorded, are no agreement.
     Raises FormatError for a file that is no trace.
     """
-    reference = model.on(Backend("float32", model.backend.threads))
+    reference = reference_of(model)
     with Trace(path) as trace:
         crossings = [_cross_run(model, reference, run, strict) for run in trace.runs()]
     crossing = crossings[wrong := _first_wrong(crossings)]
@@ -250,7 +254,7 @@ def explain_trace(
     if crossing.failed is not None or not crossing.comparisons:
         return
     started = time.process_time()
-    reference = model.on(Backend("float32", model.backend.threads))
+    reference = reference_of(model)
     with Trace(path) as whole:
         trace = whole.runs()[crossing.sequence]
         run = under_right_names(_actual_run(crossing, reference, trace), crossing.misnamed)

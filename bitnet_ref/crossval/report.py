@@ -122,6 +122,11 @@ class Crossing:
     strict: bool = False  # tensors that are missing or have unknown names are no agreement
 
     @property
+    def every(self) -> list[Comparison]:
+        """The comparisons of the short run and of the long one."""
+        return [*self.comparisons, *self.long]
+
+    @property
     def misnamed_in_words(self) -> list[str]:
         """The sentences of `gaps` about tensors that hold another one's numbers, in any of the runs."""
         of_further = [f"{run.name}: {sentence}" for run in self.further for sentence in in_words(run.misnamed)]
@@ -138,7 +143,7 @@ class Crossing:
     def checks(self) -> list[PathCheck]:
         """A row for each comparison, each execution path, and the error that ended the run."""
         failure = [] if self.failed is None else [PathCheck(LOADS, False, 0, self.failed)]
-        return [comparison_row(each) for each in (*self.comparisons, *self.long)] + self.paths + failure
+        return [comparison_row(each) for each in self.every] + self.paths + failure
 
     @property
     def agrees(self) -> bool | None:
@@ -151,7 +156,7 @@ class Crossing:
         passed = all(check.passed for check in self.paths) and all(each.agrees is not False for each in self.further)
         if self.failed is not None or not passed or not (compared or self.paths):
             return False
-        return all_agree((*self.comparisons, *self.long))
+        return all_agree(self.every)
 
     @property
     def runs(self) -> list[FurtherRun]:
@@ -192,12 +197,11 @@ class Crossing:
         if self.greedy is not None:
             return self.greedy.verdict
         wrong = next((check for check in self.paths if not check.passed), None)
-        if wrong is not None and all(comparison.agrees for comparison in (*self.comparisons, *self.long)):
+        if wrong is not None and all(comparison.agrees for comparison in self.every):
             return f"DIFFERS on the execution path {wrong.path!r}: {wrong.detail}"
         if not self.comparisons:
             return f"AGREES: {len(self.paths)} execution paths" if self.paths else "nothing was compared"
-        every = (*self.comparisons, *self.long)
-        shown = next((each for each in every if not each.agrees), self.comparisons[-1])
+        shown = next((each for each in self.every if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
         if self.sequences > 1:
@@ -297,7 +301,7 @@ def summarize(crossing: Crossing) -> str:
     if crossing.failed is not None:
         return "FAILED"
     further = [comparison for each in crossing.further for comparison in each.comparisons]
-    bad = next((each for each in (*crossing.comparisons, *crossing.long, *further) if not each.agrees), None)
+    bad = next((each for each in (*crossing.every, *further) if not each.agrees), None)
     if bad is not None and bad.undecided:
         return "cannot tell"
     if bad is not None:
@@ -396,7 +400,7 @@ def _section(anchor: str, c: Crossing) -> str:
     parts += [f"<pre>{_e(text)}</pre>" for text in c.examples()]
     for run in c.further:
         parts.append(f"<p><b>{_e(run.name)}</b> ({_e(run.words)}): {_sentence(run.verdict)}</p>")
-    for comparison in (*c.comparisons, *c.long):
+    for comparison in c.every:
         parts.append(f"<h3>{_e(comparison.mode.capitalize())}, {comparison.tokens} tokens</h3>")
         parts.append(f"<p>{_sentence(comparison.verdict)}</p>")
         if not comparison.ops:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...api import Model
-from ...backends import Backend
 from ..compare import Comparison, View
 from ..explain.diagnose import Diagnoses, diagnose
 from ..explain.replay import judge_trace
-from ..opponents import compare_free, record_reference
+from ..opponents import compare_free, record_reference, reference_of
 from ..report import Crossing
 from ..trace import TraceRun
 
@@ -121,12 +120,12 @@ def search_causes(reference: Model, run: View, comparison: Comparison) -> Diagno
 
 def explain_by_contract(crossing: Crossing, model: Model, trace: TraceRun) -> Diagnoses:
     """The causes of the difference that `judge_by_contract` has found last."""
-    return search_causes(model.on(Backend("float32", model.backend.threads)), View(trace), crossing.comparisons[-1])
+    return search_causes(reference_of(model), View(trace), crossing.comparisons[-1])
 
 
 def judge_by_contract(crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """As `cross_trace`: op by op on the run's own inputs, where it recorded integers, and free-running."""
-    reference = model.on(Backend("float32", model.backend.threads))
+    reference = reference_of(model)
     if trace.carries_inputs and trace.engine_dtype == "float32":
         crossing.comparisons.append(judge_trace(reference, trace))
     with record_reference(reference, trace.token_ids) as right:

@@ -46,6 +46,7 @@ from ..explain.diagnose import Diagnoses
 from ..explain.hypotheses.activations import BlockwiseBackend
 from ..explain.replay import judge_trace
 from ..names import ACC, INT8, NORMALIZED, SCALE, first_rows, linear_input
+from ..opponents import reference_of
 from ..report import Crossing, evidence
 from ..trace import TraceRun
 from ..types import Tensors
@@ -140,7 +141,7 @@ def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trac
     Products with 16-bit matrices are computed with inputs of their type first. Where that does not give llama.cpp's
     tensors, as of an ARM kernel that sums in float16, the tolerance decides.
     """
-    reference = dense_model(model.on(Backend("float32", model.backend.threads)))
+    reference = dense_model(reference_of(model))
     run, alone = View(trace), View(trace)
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
     alone.engine_dtype = {_EIGHT_BITS: f"{rounding}, alone", _RULE: _EXACT}.get(rounding, rounding)
@@ -169,7 +170,7 @@ def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trac
 
 def _explain_own_file(rounding: str, crossing: Crossing, model: Model, trace: TraceRun) -> Diagnoses:
     """The causes of the difference that `_judge_own_file` has found last."""
-    reference, run = dense_model(model.on(Backend("float32", model.backend.threads))), View(trace)
+    reference, run = dense_model(reference_of(model)), View(trace)
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
     return search_causes(reference, run, crossing.comparisons[-1])
 
@@ -195,7 +196,7 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
 
 def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
-    plain = model.on(Backend("float32", model.backend.threads))
+    plain = reference_of(model)
     reference, tokens, crossing.rule = dense_model(plain) if kind == "f32" else plain, len(trace.token_ids), rule
     if kind in (None, "f32"):
         crossing.comparisons.append(judge_trace(reference, trace))

@@ -281,12 +281,12 @@ class _Search:
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
         likely = [h for h in hypotheses if any(map(h.is_at, span))]
         self._test_all(likely, expected=True)
-        if not self.forced and not any(d.confirmed for d in self.diagnoses):
+        if not self.forced and not self.is_confirmed:
             with self._noting("descriptions of the first wrong tensor"):
                 self._describe(hypotheses)
-        if self.thorough and not any(d.confirmed for d in self.diagnoses):
+        if self.thorough and not self.is_confirmed:
             self._test_all([h for h in hypotheses if h not in likely], expected=False)
-        if not (self.forced or self.parts or any(d.confirmed for d in self.diagnoses)):
+        if not (self.forced or self.parts or self.is_confirmed):
             with self._noting("two edits of the first wrong tensor"):
                 self._describe(hypotheses, self.made)
         with self._noting("which tensor tells the causes apart"):
@@ -298,6 +298,10 @@ class _Search:
         if 1 < len(furthest) < 8:  # a mistake may be in a part of the steps that it has a name for
             self.parts[: len(furthest)] = sorted(furthest, key=self._count_left)
         return _rank(self.diagnoses)
+
+    @property
+    def is_confirmed(self) -> bool:
+        return any(d.confirmed for d in self.diagnoses)
 
     def _count_left(self, part: Diagnosis) -> float:
         """How many tensors are wrong with a mistake."""

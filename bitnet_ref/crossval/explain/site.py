@@ -124,8 +124,7 @@ class Site:
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
                 trials.append((d.cost + distance + slow, unit, d))
         for each, names in self.known:
-            parts = [tuple(n for n in names if re.search(group, n)) for group in GROUPS]
-            for part in dict.fromkeys(parts):
+            for part in dict.fromkeys(map(tuple, _groups(names))):
                 if len({name.rpartition(".")[2] for name in part}) > 1:  # no unit has steps of several kinds
                     trials.append((NAMED, part, _named(each)))
         return sorted(trials, key=lambda trial: trial[0])
@@ -241,7 +240,7 @@ class Site:
         for name in self.stretch:
             by_kind.setdefault(name.rpartition(".")[2], []).append(name)
         for names in by_kind.values():
-            groups = [[n for n in names if re.search(group, n)] for group in GROUPS]
+            groups = _groups(names)
             groups += [[n for n in names if role(n) == r] for r in dict.fromkeys(map(role, names))]  # in all layers
             done = [[n] for n in names]
             for group in groups:
@@ -355,6 +354,11 @@ class Site:
             apart = None if mine is None else (theirs - mine.reshape(theirs.shape))[self.mask]
             values.append(apart if apart is not None and np.isfinite(apart).all() else None)
         return values
+
+
+def _groups(names: Sequence[str]) -> list[list[str]]:
+    """The steps of each of GROUPS among these."""
+    return [[n for n in names if re.search(group, n)] for group in GROUPS]
 
 
 def regional(edit: Edit, axis: int, indices: tuple[int, ...]) -> Edit:

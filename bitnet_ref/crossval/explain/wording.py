@@ -92,10 +92,8 @@ def place_in_words(
     what, total = axis_words(shape, by_head, tokens)[axis], shape[axis]
     if what == "row" and axis == 0:
         each = total // tokens
-        for part, numbers, count in (
-            ("head", {i % each for i in indices}, each),
-            ("token", {i // each for i in indices}, tokens),
-        ):
+        of_rows = ("head", {i % each for i in indices}, each), ("token", {i // each for i in indices}, tokens)
+        for part, numbers, count in of_rows:
             if len(numbers) * (total // count) == len(indices):
                 what, indices, total = part, sorted(numbers), count
                 break

@@ -142,10 +142,8 @@ def fit_weights(effective: Tensors, drawn: Tensors, rules: Rules) -> Rules | Non
         if tried.w_scale not in scales:
             scales[tried.w_scale] = {name: scale_of(w, tried) for name, w in drawn.items()}
         own = scales[tried.w_scale]
-        if (
-            _has_pattern(tried, own, drawn, patterns)
-            and (fitted := _fit_output(tried, own, effective, drawn)) is not None
-        ):
+        fitted = _fit_output(tried, own, effective, drawn) if _has_pattern(tried, own, drawn, patterns) else None
+        if fitted is not None:
             return fitted
     return None
 
