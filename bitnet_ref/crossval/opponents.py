@@ -22,6 +22,7 @@ from .calls import sizes_in_words
 from .compare import View, compare
 from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
+from .explain.hypotheses.prompts import ids_as_message
 from .explain.near_halves import follow_flips
 from .explain.replay import judge_trace
 from .explain.variants import IMPOSSIBLE, Setting
@@ -319,15 +320,7 @@ def _token_difference(model: Model, trace: View) -> tuple[str, list[Diagnosis]] 
         return None
     if (problem := token_parity(mine, trace.token_ids, model.config)) is None:
         return None
-    if trace.token_ids == _as_message(model, trace.prompt):
+    if trace.token_ids == ids_as_message(model, trace.prompt):
         return None
     causes = diagnose_prompt(model, mine, trace.token_ids, trace.prompt)
     return f"{problem}; {beside(mine, trace.token_ids)}", causes
-
-
-def _as_message(model: Model, text: str) -> list[int] | None:
-    """The ids of a conversation that begins with this message; None if the model has no chat template."""
-    try:
-        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
-    except TokenizerError:
-        return None

@@ -71,12 +71,9 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
                 break
             order[i] = equal[0]
         else:
-            if (
-                wrong
-                and wrong == list(range(wrong[0], len(order)))
-                and len(apart := set((order - np.arange(len(order)))[wrong])) == 1
-            ):
-                by = int(apart.pop())
+            apart = set((order - np.arange(len(order)))[wrong].tolist())
+            if wrong and wrong == list(range(wrong[0], len(order))) and len(apart) == 1:
+                by = apart.pop()
                 last = f"last {word} is that" if len(wrong) == 1 else f"last {len(wrong)} {word}s are those"
                 text = f"its {last} {abs(by)} {'before' if by < 0 else 'after'}"
                 yield Description(1.7, text, after(partial(_last_moved, count=len(wrong), by=by, axis=axis)))

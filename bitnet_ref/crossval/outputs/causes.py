@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch, sure_or_possible
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
-from ..types import Ids, Mask
+from ..types import Mask
 from .driving import Driving, bos_drivings, drivings
 from .given import GivenRun, Replay, Rows
 from .randomness import looks_sampled
@@ -59,7 +59,7 @@ def judge_tokens(model: LoadedModel, run: GivenRun) -> Greedy:
         rows = tried(driving, replay)
         if rows is not None and not _misfits(rows, replay.run).any():
             hidden.append(driving.cause)
-    return Greedy(**{**vars(greedy), "hidden": tuple(hidden)})
+    return replace(greedy, hidden=tuple(hidden))
 
 
 def _compare(model: LoadedModel, run: GivenRun) -> Greedy:
@@ -72,7 +72,7 @@ def within_context(model: LoadedModel, run: GivenRun) -> GivenRun:
     """The run, cut after as many ids as the reference can compute."""
     room = max(1, model.context_length - len(run.prompt) + 1)
     inside = next((i for i, t in enumerate(run.tokens) if not 0 <= t < model.config.vocab_size), len(run.tokens))
-    return GivenRun(**{**vars(run), "tokens": run.tokens[: min(room, inside)]})
+    return replace(run, tokens=run.tokens[: min(room, inside)])
 
 
 def explain_tokens(
@@ -189,13 +189,13 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
         greedy = _compare(model, run)
         if greedy.parted is None:
             continue
-        tokens: Ids = list(within_context(model, run).tokens)
+        inside = within_context(model, run)
         if greedy.candidate == "the end":
             cause = "the generation stops at a token that is no end token, or at a smaller limit"
             remedy = "Compare the stop tokens, stop strings and max_tokens."
             by_name["stops_early"] = Diagnosis("stops_early", cause, remedy, confirmed=True)
-        elif greedy.reference == "the end" and not _misfits(Replay(model, within_context(model, run)).base, run).any():
-            end = name_of(model, next(token for token in tokens if token in ends))
+        elif greedy.reference == "the end" and not _misfits(Replay(model, inside).base, run).any():
+            end = name_of(model, next(token for token in inside.tokens if token in ends))
             cause = f"the end token ({end}) does not end the generation"
             ends_of_turns = "2B-4T ends its turns with 128009, not with 128001."
             remedy = f"Stop on every id of eos_token_id and on <|eot_id|>: {ends_of_turns}"

@@ -16,9 +16,8 @@ import numpy as np
 
 from ...api import Model
 from ...backends.loaded import LoadedModel
-from ...errors import TokenizerError
 from ...generation.processors import CountPenalties, RepetitionPenalty
-from ..explain.hypotheses.prompts import prompt_hypotheses, tokenizer_of
+from ..explain.hypotheses.prompts import ids_as_message, prompt_hypotheses, tokenizer_of
 from ..token_ids import end_ids
 from ..types import Ints, Tokens
 from .given import GivenRun, Replay, Rows
@@ -122,17 +121,12 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
 
 
 def _as_message(replay: Replay) -> Rows | None:
-    model, run = replay.model, replay.run
-    text = run.text
+    run = replay.run
     if run.messages is not None:
         return None
-    try:
-        if text is None:
-            text = model.tokenizer.decode(list(run.prompt))
-        ids = model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
-    except TokenizerError:
-        return None
-    return replay.after(ids)
+    text = replay.model.tokenizer.decode(list(run.prompt)) if run.text is None else run.text
+    ids = ids_as_message(replay.model, text)
+    return None if ids is None else replay.after(ids)
 
 
 def _as_text(replay: Replay) -> Rows | None:

@@ -107,6 +107,14 @@ _TEXT_CHANGES: tuple[tuple[str, str, str, Callable[[str], str]], ...] = (
 # fmt: on
 
 
+def ids_as_message(model: LoadedModel, text: str) -> Ids | None:
+    """The ids of a conversation that begins with this message; None if the model has no chat template."""
+    try:
+        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
+    except TokenizerError:
+        return None
+
+
 def tokenizer_of(model: LoadedModel) -> Tokenizer | None:
     """The model's tokenizer, or None where its folder has none."""
     try:
