@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..reference.layers import Array
+from .metrics import tensor_of
 from .names import LOGITS, SYNONYMS, is_by_head
-from .types import Ints, Tokens
+from .types import Ints, Tensors, Tokens
 
 Calls = tuple[int, ...]  # how many tokens of one sequence each call computed; () where it is not known
 _SHOWN_CALLS = 6
@@ -110,6 +111,11 @@ class SequenceRun(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.trace)
+
+
+def token_count(run: Tensors) -> int:
+    """The length of a run: of the first axis of a tensor that has no head axis before it."""
+    return next((tensor_of(run, name).shape[0] for name in run if not is_by_head(name)), 0)
 
 
 def call_of_tokens(calls: Calls) -> Ints:

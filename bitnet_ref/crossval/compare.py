@@ -19,31 +19,12 @@ from ..errors import count_of, printable
 from ..families.family import widest_window
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
-from .calls import Calls, placed_by_calls
+from .calls import Calls, placed_by_calls, token_count
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, recorded_dtype, tensor_of
-from .names import (
-    INT8,
-    LOGITS,
-    SYNONYMS,
-    is_by_head,
-    layer_of,
-    linear_input,
-    nearest_name,
-    op_inputs,
-    op_kind,
-    op_order,
-)
+from .names import INT8, LOGITS, SYNONYMS, layer_of, linear_input, nearest_name, op_inputs, op_kind, op_order
 from .token_ids import token_parity
-from .tolerances import (
-    FLIP_CEILING,
-    LOGITS_ROUNDING,
-    NARROW_FLOATS,
-    NARROW_TIE,
-    RECORDED_ROUNDING,
-    angle_drift,
-    tolerance_of,
-)
+from .tolerances import FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, angle_drift, narrow_tie, tolerance_of
 from .types import Ints, Mask, Tensors, Tokens
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
@@ -224,7 +205,7 @@ def compare(
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
     own_engine = getattr(candidate, "own_engine", True) if own_engine is None else own_engine
     engine_dtype = str(engine_dtype or getattr(candidate, "engine_dtype", None) or "float32")
-    count = len(ids) if ids is not None else _token_count(reference)
+    count = len(ids) if ids is not None else token_count(reference)
     calls = getattr(candidate, "calls", ())
     comparison = Comparison(mode=mode, tokens=count, layers=config.num_hidden_layers, calls=calls)
     comparison.problem = same_tokens(ids, candidate, config, getattr(reference, "prompt", None))
@@ -281,7 +262,7 @@ class Walk:
         mine, depth = tensor_of(self.reference, name), self._depth(name)
         if _is_head_norm(name) and mine.shape[0] != self.comparison.tokens:  # a recorded reference
             mine = mine[:].reshape(self.comparison.tokens, -1)
-        if self.engine_dtype in LOGITS_ROUNDING and op_kind(name, config=self.config) == "routing":
+        if op_kind(name, config=self.config) == "routing":
             self._note_rerouted(name, np.asarray(mine[:]))
         if name in self.candidate:
             result = self.judge(name, mine, tensor_of(self.candidate, name), depth)
@@ -401,7 +382,7 @@ class Walk:
         scores, chosen = np.asarray(self.reference[source], dtype=np.float64), shares != 0
         least = np.where(chosen, scores, np.inf).min(axis=1)
         gap = least - np.where(chosen, -np.inf, scores).max(axis=1)
-        near = gap <= NARROW_TIE * LOGITS_ROUNDING[self.engine_dtype] * np.sqrt(np.square(scores).mean(axis=1))
+        near = gap <= narrow_tie(self.engine_dtype, scores)
         if name in self.candidate and (theirs := np.asarray(self.candidate[name])).size == shares.size:
             near &= ((theirs.reshape(shares.shape) != 0) != chosen).any(axis=1)
         self.rerouted |= near
@@ -508,11 +489,6 @@ def listed(names: Sequence[str]) -> str:
 def _first(rows: Mask) -> int | None:
     indices = np.flatnonzero(rows)
     return int(indices[0]) if len(indices) else None
-
-
-def _token_count(tensors: Tensors) -> int:
-    """The length of a run: of the first axis of a tensor that has no head axis before it."""
-    return next((tensor_of(tensors, name).shape[0] for name in tensors if not is_by_head(name)), 0)
 
 
 def _to_json(value: Any) -> Any:

@@ -174,8 +174,16 @@ def near_tie(engine_dtype: str, logits: NDArray[np.floating]) -> Wide:
     tie: Wide = np.minimum(NEAR_TIE, NEAR_TIE_SHARE * finite.std(axis=1))
     if engine_dtype == "float32":
         return tie
-    size = np.sqrt((finite * finite).mean(axis=1))
-    return np.asarray(tie + NARROW_TIE * LOGITS_ROUNDING[engine_dtype] * size)
+    return np.asarray(tie + narrow_tie(engine_dtype, finite))
+
+
+def narrow_tie(engine_dtype: str, logits: Wide) -> Wide:
+    """How far apart two logits, or scores, may be that an engine in a narrow float takes for each other.
+
+    (n, V) -> (n,)
+    """
+    size = np.sqrt((logits * logits).mean(axis=1))
+    return np.asarray(NARROW_TIE * LOGITS_ROUNDING[engine_dtype] * size)
 
 
 # -- gradients and changes of masters in training ----------------------------------------------------------------------

@@ -19,10 +19,11 @@ import numpy as np
 
 from ...backends.loaded import LoadedModel
 from ...reference.layers import Array
+from ..calls import token_count
 from ..compare import Comparison, OpResult, View, compare
 from ..flips import Flip
 from ..metrics import recorded_dtype
-from ..names import INT8, LOGITS, first_rows, is_by_head
+from ..names import INT8, LOGITS, first_rows
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, VALUES_PER_FLIP
 from ..types import Tensors, Tokens, Wide
 from .flip_trials import FlipTrials
@@ -208,8 +209,7 @@ class _FlipSearch(FlippedRuns):
         self.work += (_ROWS_OF_CALLS + token + 1 - start) * (self.setting.config.num_hidden_layers - layer)
 
     def compare(self, tensors: Tensors, candidate: View) -> Comparison:
-        count = next((len(x) for name, x in tensors.items() if not is_by_head(name)), 0)
-        return compare(tensors, candidate, self.setting.config, self.setting.tokens[:count])
+        return compare(tensors, candidate, self.setting.config, self.setting.tokens[: token_count(tensors)])
 
 
 def _alike(flip: Flip) -> tuple[str, int, float]:
