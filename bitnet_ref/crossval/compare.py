@@ -155,11 +155,10 @@ class Comparison:
     def gaps(self) -> list[str]:
         """One sentence each for the names that nobody knows, and for tensors that the candidate has not recorded."""
         last = f" (the layers are blocks.0 to blocks.{self.layers - 1})"
-        names = [
-            printable(name[:_NAME_LENGTH], keep="")
-            + (f" (did you mean {near}?)" if near else last * ((layer_of(name) or 0) >= self.layers))
-            for name, near in self.unknown.items()
-        ]
+        names = []
+        for name, near in self.unknown.items():
+            advice = f" (did you mean {near}?)" if near else last * ((layer_of(name) or 0) >= self.layers)
+            names.append(printable(name[:_NAME_LENGTH], keep="") + advice)
         unknown = f"{count_tensors(self.unknown)} not compared, with a name that no run has: {listed(names)}"
         missing = f"{count_tensors(self.missing)} not recorded: {listed(self.missing)}"
         return [unknown] * bool(names) + [missing] * bool(self.missing)

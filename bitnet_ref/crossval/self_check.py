@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from shutil import copytree
@@ -94,12 +95,8 @@ def check_backend(
         detail = f"{check.unequal:,} are WRONG" if check.unequal else "equal to int64 arithmetic"
         add(PathCheck("accumulators", sound, check.accumulators, detail))
         tokens = answers["greedy"][0]["prompt_ids"] + answers["greedy"][0]["token_ids"]
-        rows = check_paths(
-            lambda **settings: choose_backend(name, threads=own_threads, **settings),
-            reference,
-            tokens if full else tokens[:QUICK_TOKENS],
-            quick=quick,
-        )
+        tokens = tokens if full else tokens[:QUICK_TOKENS]
+        rows = check_paths(partial(choose_backend, name, threads=own_threads), reference, tokens, quick=quick)
         for row in chain(rows, check_answers(model, quick=quick)):
             add(row)
     except Exception as error:  # an old extension beside new Python files, a broken driver: that is what doctor is for

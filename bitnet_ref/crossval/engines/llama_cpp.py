@@ -73,14 +73,9 @@ def attempts(path: Path) -> list[Attempt]:
     kinds = ("tq1_0", "tq2_0") if ternary and divisible else ("f32",)
     rules = [_BLOCKS if kinds[0] != "f32" else _FLOATS] * bool(ternary)
     rules += [_SILU] * (config.sub_norms and config.activation != "silu")
-    return [
-        Attempt(
-            f"llama.cpp {kind}",
-            partial(_prepare, path, kind),
-            partial(_judge, kind if ternary else None, "; ".join(rules) or None),
-        )
-        for kind in kinds
-    ]
+    rule = "; ".join(rules) or None
+    judges = {kind: partial(_judge, kind if ternary else None, rule) for kind in kinds}
+    return [Attempt(f"llama.cpp {kind}", partial(_prepare, path, kind), judges[kind]) for kind in kinds]
 
 
 _EXACT, _EIGHT_BITS, _RULE = "float32", "8-bit activations", "8-bit activations, by rule"

@@ -40,12 +40,11 @@ def attempts(path: Path) -> list[Attempt]:
             variants.append(("transformers float32, packed", "float32", True))
             if _is_readable(path) and not _config(path).get("quantization_config"):
                 unavailable = _TAKES_MASTERS
-    return [
-        Attempt(
-            name, partial(_prepare, path, dtype, packed), _judge, None if packed else unavailable, explain_by_contract
-        )
-        for name, dtype, packed in variants
-    ]
+    out = []
+    for name, dtype, packed in variants:
+        prepare, reason = partial(_prepare, path, dtype, packed), None if packed else unavailable
+        out.append(Attempt(name, prepare, _judge, reason, explain_by_contract))
+    return out
 
 
 def _judge(crossing: Crossing, model: Model, trace: TraceRun) -> None:

@@ -371,12 +371,8 @@ class _Search:
 
     def _is_recorded(self, name: str) -> bool:
         """Whether the candidate has the tensor, under this name or as the same numbers under another."""
-        array = self.reference[name]
-        return any(
-            array.size == x.size and np.array_equal(array.reshape(-1), x.reshape(-1))
-            for recorded in self.candidate
-            if (x := self.reference.get(recorded)) is not None
-        )
+        recorded = [self.reference[each] for each in self.candidate if each in self.reference]
+        return any(np.array_equal(self.reference[name].reshape(-1), x.reshape(-1)) for x in recorded)
 
     def _judge(
         self, made: Hypothesis | Finding, confirmed: bool, first: str | None, error: float | None, expected: bool = True

@@ -167,14 +167,9 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
 def _sums_of_two(step: Step, target: Target, rows: Ints) -> Iterator[Description]:
     """a A + b B, of tensors that the run has, the right result among them."""
     block = step.name.split(".")[:2]
-    given = {
-        name: x
-        for name, x in step.seen.items()
-        if x.size == step.result.size
-        and x.dtype == step.result.dtype
-        and (name.split(".")[:2] == block or "resid" in name or "embed" in name)
-        and np.isfinite(x).all()
-    }
+    near = [name for name in step.seen if name.split(".")[:2] == block or "resid" in name or "embed" in name]
+    alike = [n for n in near if step.seen[n].size == step.result.size and step.seen[n].dtype == step.result.dtype]
+    given = {name: x for name in alike if np.isfinite(x := step.seen[name]).all()}
     arrays = {"": target.right.astype(step.result.dtype), **dict(list(given.items())[-16:])}
     columns = {n: x.reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for n, x in arrays.items()}
     y = target.theirs[rows].reshape(-1)

@@ -200,19 +200,13 @@ def _penalties(longest: int) -> Iterator[Driving]:
         cause = f"a {name.replace('_', ' ')} of {{}} is left on{words}"
         rows = partial(penalised, rule_of=rule_of, part=part)
         yield Driving(f"{name}{suffix}", cause, off.format(f"{name} {neutral}"), rows, values)
-    yield Driving(
-        "no_repeat_ngram",
-        "no_repeat_ngram_size is {}: no sequence of so many tokens comes twice",
+    # fmt: off
+    yield Driving("no_repeat_ngram", "no_repeat_ngram_size is {}: no sequence of so many tokens comes twice",
         off.format("no_repeat_ngram_size 0"),
-        lambda replay, size: replay.changed(partial(_ban_repeats, size)),
-        NGRAMS,
-    )
-    yield Driving(
-        "end_tokens_suppressed",
-        "end tokens are made impossible",
-        "Leave ignore_eos and min_tokens out.",
-        lambda replay: replay.changed(partial(_ban, replay.end_ids)),
-    )
+        lambda replay, size: replay.changed(partial(_ban_repeats, size)), NGRAMS)
+    yield Driving("end_tokens_suppressed", "end tokens are made impossible", "Leave ignore_eos and min_tokens out.",
+        lambda replay: replay.changed(partial(_ban, replay.end_ids)))
+    # fmt: on
 
 
 def _ban(banned: Tokens, ids: Ints, row: Rows) -> Rows:

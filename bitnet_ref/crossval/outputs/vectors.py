@@ -162,12 +162,9 @@ def _explain(model: Model, texts: Sequence[str], theirs: Wide, limit: float, out
         return Diagnoses(length)
     changes, states = list(_changes(model)), dict[tuple[int, ...], Wide]()
     for count in (1, 2):
-        fitting = [
-            group
-            for group in combinations(changes, count)
-            if len({each.kind for each in group}) == count
-            and max(_errors(theirs, _vectors(model, texts, group, states)[:, : theirs.shape[1]])) <= limit
-        ]
+        groups = [group for group in combinations(changes, count) if len({each.kind for each in group}) == count]
+        vectors = (_vectors(model, texts, group, states)[:, : theirs.shape[1]] for group in groups)
+        fitting = [group for group, mine in zip(groups, vectors, strict=True) if max(_errors(theirs, mine)) <= limit]
         if fitting:
             causes = [sure_or_possible(*joined(group), len(fitting) == 1) for group in fitting]
             return Diagnoses([*causes, *length])

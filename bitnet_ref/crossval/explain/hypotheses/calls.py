@@ -424,11 +424,11 @@ def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, Mask]]:
 
 
 def _in_some_calls(calls: Calls, known: Sequence[Hypothesis], first: int | None) -> list[Hypothesis]:
+    possible = [h for h in known if h.name not in _IMPOSSIBLE_IN_CALLS and not h.name.startswith(_OF_CALLS)]
     return [
         replace(h, name=f"{h.name}_in_{name}", cause=f"{h.cause}, {words}", edit=_at_tokens(h.edit, rows.tobytes()))
         for name, words, rows in _scopes(calls, first)
-        for h in known
-        if h.name not in _IMPOSSIBLE_IN_CALLS and not h.name.startswith(_OF_CALLS)
+        for h in possible
     ]
 
 
