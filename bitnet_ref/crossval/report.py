@@ -448,14 +448,10 @@ def _table(ops: Sequence[OpResult]) -> str:
         figures = [f"{op.n_differ:,}", f"{op.n_values:,}", f"{op.max_abs:.3g}", f"{op.relative_l2:.2g}"]
         figures += [f"{op.cosine:.7f}", f"{op.scale_ratio:.7f}"]
         cells = "".join(f'<td class="n">{value}</td>' for value in figures)
-        rows.append(
-            f'<tr><td>{_e(op.name)}</td><td>{_e(op.kind)}</td><td class="{_mark(op)}">{_e(op.status)}</td>{cells}'
-            f"<td>{_e(op.note)}</td></tr>"
-        )
-    return (
-        f'<details><summary>All {len(ops)} tensors</summary><div class="scroll"><table {_WHOLE}><tr>{head}</tr>'
-        f"{''.join(rows)}</table></div></details>"
-    )
+        status = f'<td class="{_mark(op)}">{_e(op.status)}</td>'
+        rows.append(f"<tr><td>{_e(op.name)}</td><td>{_e(op.kind)}</td>{status}{cells}<td>{_e(op.note)}</td></tr>")
+    table = f'<div class="scroll"><table {_WHOLE}><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return f"<details><summary>All {len(ops)} tensors</summary>{table}</details>"
 
 
 def _figure(picture: str, caption: str) -> str:

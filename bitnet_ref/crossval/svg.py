@@ -28,10 +28,9 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str = "#d0d7de", w
 
 
 def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
-    )
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    label = f'role="img" aria-label="{html.escape(label)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {label}>{"".join(parts)}</svg>'
 
 
 def _decade(error: float) -> float:

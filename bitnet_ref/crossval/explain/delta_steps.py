@@ -45,7 +45,7 @@ GATES = {each.words: each.function for each in ACTIVATIONS.values()} | OTHER_ACT
 
 def descriptions(step: Step) -> Iterator[Description]:
     """Other formulas of a DeltaNet's step, and of the output gate that attention has as well."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     if kind == "hook_gated_z":
         yield from _gates(step)
     elif kind in _OWN and any(isinstance(x, DeltaLayer) for x in step.inputs):
@@ -54,7 +54,7 @@ def descriptions(step: Step) -> Iterator[Description]:
 
 def families(step: Step) -> Iterator[Family]:
     """Constants in the memory's inputs."""
-    kind, shape = step.name.rpartition(".")[2], next((x.delta for x in step.inputs if isinstance(x, DeltaLayer)), None)
+    kind, shape = step.kind, next((x.delta for x in step.inputs if isinstance(x, DeltaLayer)), None)
     parts = {"hook_state": "kv", "hook_delta_out": "q"}.get(kind, "") if shape is not None else ""
     if parts == "kv":
         for words, right, change in _ALPHAS_BY:

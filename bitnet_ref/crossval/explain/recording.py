@@ -8,7 +8,7 @@ from ...backends.loaded import LoadedModel
 from ...families.family import Edit, like
 from ...reference.layers import Array
 from ..compare import DIFFERS, Comparison, compare, count_tensors
-from ..names import LOGITS, is_by_head, role
+from ..names import LOGITS, hook_of, is_by_head, role
 from ..tolerances import UNUSED_EXCESS
 from ..types import Tensors, Tokens
 from .edits.changes import changes
@@ -27,7 +27,7 @@ def wrong_recording(model: LoadedModel, tokens: Tokens, candidate: Tensors, comp
         return ""
     if held is None:
         return ""
-    name = wrong[0] if len(wrong) == 1 else role(wrong[0]) if len(set(map(role, wrong))) == 1 else _hook(wrong[0])
+    name = wrong[0] if len(wrong) == 1 else role(wrong[0]) if len(set(map(role, wrong))) == 1 else hook_of(wrong[0])
     text = (
         f"the logits and the other tensors are those of a right {name}, so the engine did not use these numbers "
         "(in a table above, what is computed from them differs too): look at where it is recorded"
@@ -41,7 +41,7 @@ def _held_unused(setting: Setting, candidate: Tensors, comparison: Comparison, w
     None unless only this tensor is wrong, be it in several layers, and the later ones are not what follows from it.
     """
     has_logits = any(op.name == LOGITS for op in comparison.ops)
-    if not has_logits or LOGITS in wrong or len(set(map(_hook, wrong))) != 1:
+    if not has_logits or LOGITS in wrong or len(set(map(hook_of, wrong))) != 1:
         return None
     name = wrong[0]
 
@@ -59,11 +59,6 @@ def _held_unused(setting: Setting, candidate: Tensors, comparison: Comparison, w
     theirs = np.asarray(candidate[name]).reshape(right[name].shape)
     rows = sorted(changes(right[name], is_by_head(name)), key=lambda row: row[0])
     return next((words.format(x=noun(name)) for _, words, change in rows if is_same(change(right[name]), theirs)), "")
-
-
-def _hook(name: str) -> str:
-    """The last part of a tensor's name, which is the same in every linear."""
-    return name.rpartition(".")[2]
 
 
 def _differing(tensors: Tensors, candidate: Tensors, setting: Setting) -> dict[str, float]:

@@ -44,7 +44,7 @@ from .variants import Step
 
 def descriptions(step: Step) -> Iterator[Description]:
     """Every description that rounds in this step. Those of its own formula come first."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     for cost, text, formula in _between(step):
         yield Description(cost, text, instead(formula), rounds=True)
     weights = [i for i, x in enumerate(step.inputs) if isinstance(x, LinearWeight)]
@@ -197,7 +197,7 @@ PRODUCTS: dict[str, Callable[..., Array]] = {
 
 def _between(step: Step) -> Iterator[Row]:
     """The rows of a step, with each format in its place."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     if kind in ("hook_rot_q", "hook_rot_k"):
         yield from _of_ropes(step)
     kind = "hook_out" if kind == "product" else kind

@@ -17,7 +17,7 @@ import numpy as np
 from ...families.family import Edit, Hypothesis
 from ...reference.layers import Array
 from ...system.lazy import lazy_property
-from ..names import is_by_head, layer_of, role
+from ..names import hook_of, is_by_head, layer_of, role
 from ..tolerances import EPSILON
 from ..types import Mask
 from . import delta_steps, expert_steps, roundings
@@ -125,7 +125,7 @@ class Site:
                 trials.append((d.cost + distance + slow, unit, d))
         for each, names in self.known:
             for part in dict.fromkeys(map(tuple, _groups(names))):
-                if len({name.rpartition(".")[2] for name in part}) > 1:  # no unit has steps of several kinds
+                if len({hook_of(name) for name in part}) > 1:  # no unit has steps of several kinds
                     trials.append((NAMED, part, _named(each)))
         return sorted(trials, key=lambda trial: trial[0])
 
@@ -238,7 +238,7 @@ class Site:
             return
         by_kind: dict[str, list[str]] = {}
         for name in self.stretch:
-            by_kind.setdefault(name.rpartition(".")[2], []).append(name)
+            by_kind.setdefault(hook_of(name), []).append(name)
         for names in by_kind.values():
             groups = _groups(names)
             groups += [[n for n in names if role(n) == r] for r in dict.fromkeys(map(role, names))]  # in all layers

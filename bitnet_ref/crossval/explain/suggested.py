@@ -24,7 +24,7 @@ from .wording import axis_words
 
 def solved(step: Step, target: Target) -> Iterator[Description]:
     """Descriptions that the engine's tensor itself suggests."""
-    theirs, right, kind = target.theirs, target.right, step.name.rpartition(".")[2]
+    theirs, right, kind = target.theirs, target.right, step.kind
     if theirs.shape != step.result.shape or not np.isfinite(np.where(np.isneginf(theirs), 0, theirs)).all():
         return
     if kind == "hook_x_int8":
@@ -58,10 +58,8 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
     """The right tensor with its tokens, heads, columns or keys in an order that the engine's tensor shows."""
     allowed = np.broadcast_to(target.allowed, target.theirs.shape) * (not target.exact)
     for axis, word in enumerate(axis_words(target.right.shape, target.by_head, len(step.setting.tokens))):
-        theirs, right, room, close = (
-            np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
-            for x in (np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close)
-        )
+        arrays = np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close
+        theirs, right, room, close = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in arrays)
         order, wrong = np.arange(len(theirs)), np.flatnonzero(~close.all(axis=1)).tolist()
         if len(wrong) > 1024:
             continue

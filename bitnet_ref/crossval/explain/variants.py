@@ -45,7 +45,7 @@ from ...reference.weights import (
 )
 from ...system.lazy import lazy_property
 from ..calls import Calls
-from ..names import layer_of, op_shape
+from ..names import hook_of, layer_of, op_shape
 from ..types import Ints, Tensors
 from .attention import all_scores, all_values
 
@@ -71,6 +71,16 @@ class Step:
     def layer(self) -> int | None:
         """The block that it is in."""
         return layer_of(self.name)
+
+    @property
+    def kind(self) -> str:
+        """The last part of its name: "hook_scale"."""
+        return hook_of(self.name)
+
+    @property
+    def owner(self) -> str:
+        """The name without the last part: of a norm or a linear."""
+        return self.name.rpartition(".")[0]
 
     @lazy_property
     def place(self) -> str:

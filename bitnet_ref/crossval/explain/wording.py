@@ -12,7 +12,7 @@ import numpy as np
 from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
 from ...reference.layers import Array
-from ..names import layer_of, role
+from ..names import hook_of, layer_of, role
 from ..types import Tokens
 from .variants import Setting, Step
 
@@ -51,7 +51,7 @@ def _nouns() -> dict[str, str]:
 @family_table
 def _functions() -> dict[str, tuple[Callable[..., Any], str]]:
     """What computes steps, those of all families: by the last part of the name."""
-    return FUNCTIONS | {step.name.rpartition(".")[2]: step.source for step in all_steps() if step.source is not None}
+    return FUNCTIONS | {hook_of(step.name): step.source for step in all_steps() if step.source is not None}
 
 
 def noun(name: str) -> str:
@@ -180,7 +180,7 @@ def scope_in_words(names: Iterable[str], every: Iterable[str]) -> str:
 
 def remedy(step: Step) -> str:
     """The line of the reference to compare with."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     function, mark = _functions().get(kind, (model.forward, "return"))
     if kind == "hook_out" and len(step.inputs) == 2:
         adds = isinstance(step.inputs[1], np.ndarray)
@@ -240,7 +240,7 @@ def example(step: Step, theirs: Array, right: Array) -> str:
     with np.errstate(all="ignore"):
         error = np.where(np.isfinite(right), np.abs(np.nan_to_num(theirs, nan=np.inf) - right), 0)
     i = tuple(int(n) for n in np.unravel_index(int(error.argmax()), error.shape))
-    worked = WORKED.get(step.name.rpartition(".")[2], _result_alone)
+    worked = WORKED.get(step.kind, _result_alone)
     comparable = right[i] and np.isfinite(theirs[i]) and not np.isneginf(right[i])
     ratio = f", {theirs[i] / right[i]:.6g} times as much" if comparable else ""
     place = f"{step.name}[{', '.join(map(str, i))}]"

@@ -53,10 +53,8 @@ class SampleVerdict:
 
 def judge_draws(draws: Draws) -> SampleVerdict:
     """Which rule is wrong, if one is."""
-    rows = [
-        Row(logits, np.array(prompt, dtype=np.int64), np.array(new, dtype=np.int64))
-        for logits, prompt, new in zip(draws.logits, draws.prompt, draws.generated, strict=True)
-    ]
+    prompts, generated = ([np.array(ids, dtype=np.int64) for ids in each] for each in (draws.prompt, draws.generated))
+    rows = list(map(Row, draws.logits, prompts, generated))
     return _judge_exactly(draws, rows) if draws.probabilities is not None else _judge_choices(draws, rows)
 
 

@@ -127,7 +127,7 @@ def _rope_constants(step: Step) -> list[ConstantRow]:
 
 def families(step: Step) -> Iterator[Family]:
     """The constants of a step's formula, and those that could be in it."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     rotates, of_scores = kind in ("hook_rot_q", "hook_rot_k"), kind == "hook_attn_scores"
 
     def of(rows: Iterable[ConstantRow], make: Callable[[Formula], Edit]) -> Iterator[Family]:
@@ -154,7 +154,7 @@ def families(step: Step) -> Iterator[Family]:
 
 def numbers_of(step: Step) -> dict[str, float]:
     """The numbers that belong to this step, by their names: a constant is not one of numbers from elsewhere."""
-    cfg, place, kind = step.setting.config, step.name.split("."), step.name.rpartition(".")[2]
+    cfg, place, kind = step.setting.config, step.name.split("."), step.kind
     w = step.inputs[1] if len(step.inputs) > 1 else None
     numbers: dict[str, float] = {"2": 2, "hidden_size": cfg.hidden_size, "pi": math.pi}
     if "resid" in kind or kind.endswith(("attn_out", "mlp_out")) or "o_proj" in step.name or "down_proj" in step.name:

@@ -27,7 +27,7 @@ FORMULAS: dict[str, Callable[[Step], Iterable[Row]]] = {
 
 def own_descriptions(step: Step) -> Iterator[Description]:
     """Other formulas of this step."""
-    kind, x = step.name.rpartition(".")[2], step.inputs
+    kind, x = step.kind, step.inputs
     rows = [*FORMULAS[kind](step)] if kind in FORMULAS else []
     of_linear = len(x) > 1 and isinstance(x[1], LinearWeight) and kind != "hook_embed"
     if of_linear and len(x) == 3:
@@ -37,7 +37,7 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     if kind == "hook_normalized":
         width = len(x[2])
         sizes = [size for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, width // 2}) if width % size == 0 and size < width]
-        eps = norms_of(step)[step.name.rpartition(".")[0]].eps
+        eps = norms_of(step)[step.owner].eps
         rows += [(1.2, f"each {size} columns are divided by their own length", lambda x, r, w, size=size: x / lengths_of_blocks(x, size, eps) * w) for size in sizes]
         rows.append((1.2, "the weight multiplies the norm's input, before its length is taken", lambda x, r, w: layers.rms_norm(x * w, np.ones_like(w), eps)))
         rows.append((1.4, "the norm is applied twice", lambda x, r, w: layers.rms_norm(x / r * w, w, eps)))
@@ -52,7 +52,7 @@ def own_descriptions(step: Step) -> Iterator[Description]:
         yield from kv_maps("the values")
     if kind in ("hook_resid_mid", "hook_resid_post"):
         for norm in norms_of(step).values():
-            if norm.weight.shape == step.result.shape[1:] and norm.name.startswith(step.name.rpartition(".")[0] + "."):
+            if norm.weight.shape == step.result.shape[1:] and norm.name.startswith(step.owner + "."):
                 for words, index in (("the sum", None), ("{in0}", 0), ("{in1}", 1)):
                     yield Description(1.2, f"{words} is normed, with the weight of {norm.name.split('.')[-1]}", normed_by(index, norm.name, step.name))
     if kind == "hook_v":

@@ -97,9 +97,7 @@ def moved(name: str, origin: str, step: Step) -> str:
 def parts_of(step: Step) -> dict[str, Any]:
     """Every linear of the model, and the weight of every norm."""
     w = step.setting.weights
-    norms = {
-        f"blocks.{index}.{name}": norm.weight for index, layer in enumerate(w.layers) for name, norm in layer.norms()
-    }
+    norms = {f"blocks.{i}.{name}": norm.weight for i, layer in enumerate(w.layers) for name, norm in layer.norms()}
     return {**dict(w.linears()), **norms, "the final norm": w.final_norm.weight}
 
 
@@ -127,7 +125,7 @@ def take_row(shift: int) -> Edit:
 
 def input_floats(step: Step) -> Array:
     """The floats that the input of a linear's product was quantised from, of a step of that linear.   (N, K)"""
-    source = step.seen[linear_input(step.name.rpartition(".")[0], step.setting.config)]
+    source = step.seen[linear_input(step.owner, step.setting.config)]
     return source.reshape(len(step.inputs[0]), -1)
 
 

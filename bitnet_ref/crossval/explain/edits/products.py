@@ -79,9 +79,7 @@ PARTIAL_SUMS: list[Row] = [
         for size in sizes for words, limit in LIMITS),
     *((1.2, f"accumulators saturate at {bits} bits after each {size} products", _in_parts(size, _saturated(bits), running=True)) for bits, sizes in ((8, (4, 8, 16, 32)), (16, (16, 32, 64, 128))) for size in sizes),
 ]
-ACCUMULATORS: list[Row] = [
-    (1, f"accumulators {words} at {bits} bits", limit(bits)) for bits in range(16, 7, -1) for words, limit in LIMITS
-]
+ACCUMULATORS: list[Row] = [(1, f"accumulators {words} at {bits} bits", limit(bits)) for bits in range(16, 7, -1) for words, limit in LIMITS]
 
 
 def products(step: Step) -> Iterator[Description]:

@@ -180,7 +180,7 @@ def _turned_again(keys: Array, step: Step) -> Array:
 
 
 def _before_rope(keys: Array, step: Step) -> Array:
-    attn = step.name.rpartition(".")[0]
+    attn = step.owner
     return step.seen.get(f"{attn}.k_norm.hook_normalized", step.seen[f"{attn}.hook_k"])
 
 
@@ -262,7 +262,7 @@ def sees_in_front(front: Tokens, place: str, from_call: int) -> Edit:
     """Attention that also sees these tokens, laid in front of the sequence.   from_call: only from that call on."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
-        attn, setting = step.name.rpartition(".")[0], step.setting
+        attn, setting = step.owner, step.setting
         if not step.name.endswith("hook_z"):  # RoPE
             moves = turned_at(lambda p, *_: p + len(front))
             return compute(*inputs) if place != MOVED else moves(step, compute, *inputs)

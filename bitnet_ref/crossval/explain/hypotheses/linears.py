@@ -67,9 +67,9 @@ def masters_mistake(
     """quantize(step, W (N, K)): another way to quantise the masters of these BitLinears."""
 
     def edit(step: Step, compute: Edit, x: Array, w: TernaryWeight, *scale: Array) -> Array:
-        master = step.setting.master(_linear(step))
+        master = step.setting.master(step.owner)
         if master is None:
-            raise LookupError(f"{_linear(step)} has no master")
+            raise LookupError(f"{step.owner} has no master")
         w_t, w_scale = quantize(step, master)
         if scale:  # x are the accumulators
             return (x.astype(np.float32) * (w_scale / scale[0])).astype(np.float32)
@@ -77,10 +77,6 @@ def masters_mistake(
 
     steps = " ".join(f"*.{linear}.{hook}" for linear in linears for hook in ("hook_acc_int32", "hook_out"))
     return Hypothesis(steps, name, cause, remedy, edit, _has_master)
-
-
-def _linear(step: Step) -> str:
-    return step.name.rpartition(".")[0]
 
 
 def _has_master(step: Step) -> bool:
@@ -107,7 +103,7 @@ def _in_bfloat16(step: Step, w: Array) -> Quantized:
 
 def _merged(names: Sequence[str], step: Step, w: Array) -> Quantized:
     """By the mean |W| of the matrices that are computed as one."""
-    block = _linear(step).rpartition(".")[0]
+    block = step.owner.rpartition(".")[0]
     masters = [step.setting.master(f"{block}.{name}") for name in names]
     values = np.concatenate([np.abs(each).reshape(-1) for each in masters if each is not None])
     return _ternary(w, values.mean(dtype=np.float64).astype(np.float32))

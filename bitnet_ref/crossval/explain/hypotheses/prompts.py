@@ -84,9 +84,8 @@ _OPEN = "Assistant: "
 
 def _older_template(prompt: str) -> str:
     """The `Human: / BITNETAssistant:` template that the published GGUF file carries."""
-    text = _TURN.sub(
-        lambda m: {"User": "Human: ", "Assistant": "BITNETAssistant: "}.get(m[1], "") + m[2] + "\n\n", prompt
-    )
+    names = {"User": "Human: ", "Assistant": "BITNETAssistant: "}
+    text = _TURN.sub(lambda turn: f"{names.get(turn[1], '')}{turn[2]}\n\n", prompt)
     return text.removesuffix(_OPEN) + "BITNETAssistant: " if text.endswith(_OPEN) and text != prompt else prompt
 
 
