@@ -21,7 +21,7 @@ from planted_models import BASE, tensors_for, write
 
 import bitnet_ref
 from bitnet_ref.crossval import cross_trace
-from bitnet_ref.crossval.explain.edits import sees_by
+from bitnet_ref.crossval.explain.edits.attention import sees_by
 from bitnet_ref.crossval.explain.variants import Setting, with_matrix
 from bitnet_ref.crossval.trace import write_trace
 from bitnet_ref.families.family import Edit, Hypothesis, after, before, turned_by

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..reference.layers import Array
+from .metrics import tensor_of
 from .names import LOGITS, SYNONYMS, is_by_head
+from .types import Ints, Tensors, Tokens
 
 Calls = tuple[int, ...]  # how many tokens of one sequence each call computed; () where it is not known
 _SHOWN_CALLS = 6
@@ -62,7 +63,7 @@ def _counts(key: str, given: Sequence[Any], least: int) -> Calls:
     return tuple(given)
 
 
-def calls_metadata(calls: Sequence[Any] | None, sequences: Sequence[int] | None) -> dict[str, str]:
+def calls_metadata(calls: Sequence[Any] | None, sequences: Tokens | None) -> dict[str, str]:
     """The two keys of a trace's metadata, as `read_calls` reads them."""
     given = {"calls": calls, "sequences": sequences}
     return {key: json.dumps(value) for key, value in given.items() if value is not None}
@@ -87,13 +88,15 @@ class SequenceRun(Mapping[str, Array]):
         self.prompt = None  # The trace's prompt is one text for all sequences.
 
     def __getitem__(self, name: str) -> Array:
-        array, n, count = np.asarray(self.trace[name]), len(self.trace.token_ids), len(self.trace.sequences)
+        array: Array = np.asarray(self.trace[name])
+        n, count = len(self.trace.token_ids), len(self.trace.sequences)
         if not array.ndim:
             return array
         if count < n == count * len(self.token_ids):  # (B, T, ...), (B, H, T, T)
             place = -1 if is_by_head(name) else 1
             if array.ndim > 1 and array.shape[0] == count and array.shape[place] == len(self.token_ids):
-                return array[self.index]
+                own: Array = array[self.index]
+                return own
         if is_by_head(name):
             return array[..., self.rows, self.rows] if array.ndim > 1 else array
         if SYNONYMS.get(name, name) == LOGITS and array.size == count * array.shape[-1] and count != n:
@@ -110,7 +113,12 @@ class SequenceRun(Mapping[str, Array]):
         return len(self.trace)
 
 
-def call_of_tokens(calls: Calls) -> NDArray[np.int64]:
+def token_count(run: Tensors) -> int:
+    """The length of a run: of the first axis of a tensor that has no head axis before it."""
+    return next((tensor_of(run, name).shape[0] for name in run if not is_by_head(name)), 0)
+
+
+def call_of_tokens(calls: Calls) -> Ints:
     """The number of the call that computed each token, from 0.
 
     >>> call_of_tokens((3, 1, 1)).tolist()
@@ -119,7 +127,7 @@ def call_of_tokens(calls: Calls) -> NDArray[np.int64]:
     return np.repeat(np.arange(len(calls)), calls)
 
 
-def start_of_tokens(calls: Calls) -> NDArray[np.int64]:
+def start_of_tokens(calls: Calls) -> Ints:
     """The first token of the call that computed each token.
 
     >>> start_of_tokens((3, 2, 1)).tolist()

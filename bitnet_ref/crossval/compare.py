@@ -14,37 +14,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import count_of, printable
 from ..families.family import widest_window
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
-from .calls import Calls, placed_by_calls
+from .calls import Calls, placed_by_calls, token_count
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, recorded_dtype, tensor_of
-from .names import (
-    INT8,
-    LOGITS,
-    SYNONYMS,
-    is_by_head,
-    layer_of,
-    linear_input,
-    nearest_name,
-    op_inputs,
-    op_kind,
-    op_order,
-)
+from .names import INT8, LOGITS, SYNONYMS, layer_of, linear_input, nearest_name, op_inputs, op_kind, op_order
 from .token_ids import token_parity
-from .tolerances import (
-    FLIP_CEILING,
-    LOGITS_ROUNDING,
-    NARROW_FLOATS,
-    NARROW_TIE,
-    RECORDED_ROUNDING,
-    angle_drift,
-    tolerance_of,
-)
+from .tolerances import FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, angle_drift, narrow_tie, tolerance_of
+from .types import Ints, Mask, Tensors, Tokens
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
 OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
@@ -53,8 +34,6 @@ _MAX_NEAREST = 100  # unknown names whose nearest right name is looked up
 _LISTED, _NAME_LENGTH = 4, 100  # names in a sentence, characters of one that is not ours
 _NEXT = 6  # tensors to record next: floats, which every engine has
 _WITHOUT_THESE, _BLOCK_END = ("hook_x_int8", "hook_x_scale", "hook_acc_int32", "hook_scale"), "hook_resid_post"
-
-Tensors = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -176,24 +155,22 @@ class Comparison:
     def gaps(self) -> list[str]:
         """One sentence each for the names that nobody knows, and for tensors that the candidate has not recorded."""
         last = f" (the layers are blocks.0 to blocks.{self.layers - 1})"
-        names = [
-            printable(name[:_NAME_LENGTH], keep="")
-            + (f" (did you mean {near}?)" if near else last * ((layer_of(name) or 0) >= self.layers))
-            for name, near in self.unknown.items()
-        ]
-        out = [f"{count_tensors(self.unknown)} not compared, with a name that no run has: {listed(names)}"] * bool(
-            names
-        )
-        return out + [f"{count_tensors(self.missing)} not recorded: {listed(self.missing)}"] * bool(self.missing)
+        names = []
+        for name, near in self.unknown.items():
+            advice = f" (did you mean {near}?)" if near else last * ((layer_of(name) or 0) >= self.layers)
+            names.append(printable(name[:_NAME_LENGTH], keep="") + advice)
+        unknown = f"{count_tensors(self.unknown)} not compared, with a name that no run has: {listed(names)}"
+        missing = f"{count_tensors(self.missing)} not recorded: {listed(self.missing)}"
+        return [unknown] * bool(names) + [missing] * bool(self.missing)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values (infinities and NaN as strings)."""
-        out = {**asdict(self), "agrees": self.agrees, "verdict": self.verdict}
+        out: dict[str, Any] = {**asdict(self), "agrees": self.agrees, "verdict": self.verdict}
         out["ops"] = [{**values, "layer": op.layer} for values, op in zip(out["ops"], self.ops, strict=True)]
         out["accumulators"] = dict(zip(("compared", "differ"), self.accumulators, strict=True))
         first = self.first_divergence
         out["first_divergence"] = None if first is None else first.name
-        return _to_json(out)
+        return {key: _to_json(value) for key, value in out.items()}
 
 
 def all_agree(comparisons: Iterable[Comparison]) -> bool | None:
@@ -206,7 +183,7 @@ def compare(
     reference: Tensors,
     candidate: Tensors,
     config: ModelConfig,
-    tokens: Sequence[int] | NDArray[np.int64] | None = None,
+    tokens: Tokens | Ints | None = None,
     *,
     mode: str = "free-running",
     own_engine: bool | None = None,
@@ -227,7 +204,7 @@ def compare(
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
     own_engine = getattr(candidate, "own_engine", True) if own_engine is None else own_engine
     engine_dtype = str(engine_dtype or getattr(candidate, "engine_dtype", None) or "float32")
-    count = len(ids) if ids is not None else _token_count(reference)
+    count = len(ids) if ids is not None else token_count(reference)
     calls = getattr(candidate, "calls", ())
     comparison = Comparison(mode=mode, tokens=count, layers=config.num_hidden_layers, calls=calls)
     comparison.problem = same_tokens(ids, candidate, config, getattr(reference, "prompt", None))
@@ -243,15 +220,12 @@ def compare(
         for name in order:
             walk.step(name)
     if not comparison.ops:
-        comparison.problem = "the two runs have no tensor in common" + (
-            f"; {comparison.gaps[0]}" if comparison.unknown else ""
-        )
+        gaps = f"; {comparison.gaps[0]}" if comparison.unknown else ""
+        comparison.problem = f"the two runs have no tensor in common{gaps}"
     return comparison
 
 
-def same_tokens(
-    ids: NDArray[np.int64] | None, candidate: Tensors, config: ModelConfig, prompt: str | None = None
-) -> str | None:
+def same_tokens(ids: Ints | None, candidate: Tensors, config: ModelConfig, prompt: str | None = None) -> str | None:
     """`token_parity` of a run and a candidate; None if the tokens are the same or either has none."""
     theirs = getattr(candidate, "token_ids", None)
     if ids is None or theirs is None:
@@ -266,7 +240,7 @@ class Walk:
     reference: Tensors
     candidate: Tensors
     config: ModelConfig
-    ids: NDArray[np.int64] | None
+    ids: Ints | None
     comparison: Comparison  # the results go there
     own_engine: bool
     engine_dtype: str
@@ -287,7 +261,7 @@ class Walk:
         mine, depth = tensor_of(self.reference, name), self._depth(name)
         if _is_head_norm(name) and mine.shape[0] != self.comparison.tokens:  # a recorded reference
             mine = mine[:].reshape(self.comparison.tokens, -1)
-        if self.engine_dtype in LOGITS_ROUNDING and op_kind(name, config=self.config) == "routing":
+        if op_kind(name, config=self.config) == "routing":
             self._note_rerouted(name, np.asarray(mine[:]))
         if name in self.candidate:
             result = self.judge(name, mine, tensor_of(self.candidate, name), depth)
@@ -368,7 +342,7 @@ class Walk:
         return OpResult(*d.figures, name, kind, shape, status, token, excess, relative, reason, note)
 
     def _status(
-        self, name: str, kind: str, d: Distance, reached: NDArray[np.bool_], mine: Rows, theirs: Rows, depth: int | None
+        self, name: str, kind: str, d: Distance, reached: Mask, mine: Rows, theirs: Rows, depth: int | None
     ) -> tuple[str, int | None, str]:
         """(status, first token that is beyond its tolerance, why)"""
         if not d.finite:
@@ -377,9 +351,8 @@ class Walk:
         fresh = beyond & ~reached
         if kind == "activation int8" and fresh.any() and self.comparison.mode == "free-running":
             runs, linear = (self.reference, self.candidate), name.rpartition(".")[0]
-            judged = judge_flips(
-                *runs, linear, self.config, depth or 0, fresh, mine[:], theirs[:], own_engine=self.own_engine
-            )
+            own, depths = self.own_engine, depth or 0
+            judged = judge_flips(*runs, linear, self.config, depths, fresh, mine[:], theirs[:], own_engine=own)
             if judged.unexplained is not None:
                 return DIFFERS, judged.unexplained[0], f"{list(judged.unexplained)}: {judged.why}"
             self.comparison.n_flips += len(judged.flips)
@@ -408,7 +381,7 @@ class Walk:
         scores, chosen = np.asarray(self.reference[source], dtype=np.float64), shares != 0
         least = np.where(chosen, scores, np.inf).min(axis=1)
         gap = least - np.where(chosen, -np.inf, scores).max(axis=1)
-        near = gap <= NARROW_TIE * LOGITS_ROUNDING[self.engine_dtype] * np.sqrt(np.square(scores).mean(axis=1))
+        near = gap <= narrow_tie(self.engine_dtype, scores)
         if name in self.candidate and (theirs := np.asarray(self.candidate[name])).size == shares.size:
             near &= ((theirs.reshape(shares.shape) != 0) != chosen).any(axis=1)
         self.rerouted |= near
@@ -441,7 +414,7 @@ class View(Mapping[str, Array]):
     own_engine: bool
     engine_dtype: str
     calls: Calls
-    others: Sequence[Sequence[int]]  # the tokens of the other sequences of the trace
+    others: Sequence[Tokens]  # the tokens of the other sequences of the trace
 
     def __init__(self, candidate: Tensors, only: Container[str] | None = None) -> None:
         names = {SYNONYMS.get(name, name): name for name in candidate}
@@ -512,14 +485,9 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_LISTED], f"and {len(names) - _LISTED} more"][: len(names)])
 
 
-def _first(rows: NDArray[np.bool_]) -> int | None:
+def _first(rows: Mask) -> int | None:
     indices = np.flatnonzero(rows)
     return int(indices[0]) if len(indices) else None
-
-
-def _token_count(tensors: Tensors) -> int:
-    """The length of a run: of the first axis of a tensor that has no head axis before it."""
-    return next((tensor_of(tensors, name).shape[0] for name in tensors if not is_by_head(name)), 0)
 
 
 def _to_json(value: Any) -> Any:

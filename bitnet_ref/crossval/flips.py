@@ -8,18 +8,18 @@ not equal: equal inputs have no noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
-from ..reference.layers import Array
+from ..reference.layers import Array, Floats
 from ..reference.quantization import SCALE_FLOOR
 from ..system.lazy import lazy_property
 from .names import INT8, SCALE, layer_of, linear_input
 from .tolerances import EPSILON, FLIP_FLOOR, TIES_IN_A_ROW, tolerance_of
+from .types import Mask, Tensors
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def before_rounding(x: Array) -> tuple[Array, Array]:
 def implied_int8(x: Array) -> NDArray[np.int8]:
     """x (N, K) quantised as the contract says."""
     with np.errstate(all="ignore"):
-        return np.clip(np.nan_to_num(np.rint(before_rounding(x)[0])), -128, 127).astype(np.int8)
+        whole: Floats = np.nan_to_num(np.rint(before_rounding(x)[0]))
+        return whole.clip(-128, 127).astype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ class FlipVerdict:
 
 
 def judge_flips(
-    reference: Mapping[str, Array],
-    candidate: Mapping[str, Array],
+    reference: Tensors,
+    candidate: Tensors,
     linear: str,
     config: ModelConfig,
     depth: int,
-    rows: NDArray[np.bool_],
+    rows: Mask,
     mine: Array,
     theirs: Array,
     own_engine: bool = True,

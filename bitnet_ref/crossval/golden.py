@@ -40,6 +40,7 @@ from ..system.atomic import atomic_folder
 from .engines.llama_cpp import dense_model
 from .explain.hypotheses.activations import BlockwiseBackend
 from .names import linear_input
+from .types import Ints
 
 TILE_WIDTHS = {"gguf-tl1": 64, "gguf-tl2": 96}  # BK of the kernel_config.ini beside such a file
 TOLERANCE = 3e-4  # of a logit: float32 sums in another order
@@ -77,54 +78,30 @@ def _config(model_type: str, hidden: int, ffn: int, **more: Any) -> dict[str, An
     return {**_LLAMA, "model_type": model_type, **sizes, **more}
 
 
+# fmt: off
 MODELS = (
-    TinyModel(
-        "bitnet",
-        "BitNet b1.58 as 2B-4T is: relu2, sub-norms, int8 activations, tied embeddings",
-        "bitlinear",
+    TinyModel("bitnet", "BitNet b1.58 as 2B-4T is: relu2, sub-norms, int8 activations, tied embeddings", "bitlinear",
         _config("bitnet", 256, 512, num_hidden_layers=1, num_key_value_heads=1, rope_theta=500000.0)
         | {"tie_word_embeddings": True, "quantization_config": {**_BITLINEAR, "linear_class": "autobitlinear"}},
-        (
-            *("hf-packed", "gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-iq2_bn", "gguf-tl1", "gguf-tl2"),
-            *("onnx", "native", "native-base3"),
-        ),
-    ),
-    TinyModel(
-        "llama-bitnet",
-        "BitLinears in a LLaMA, as Falcon3-1.58bit has them: silu, no sub-norms, an untied head",
-        "bitlinear",
-        _config("llama", 64, 128, quantization_config={**_BITLINEAR, "linear_class": "bitlinear"}),
-        ("hf-packed", "hf-bf16", "hf-online", "gguf-f16", "gguf-i2_s", "native"),
-    ),
-    TinyModel(
-        "groups",
-        "ternary by groups of 128 inputs, as Ternary-Bonsai is: Qwen3, float activations",
-        "groups",
+        ("hf-packed", "gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-iq2_bn", "gguf-tl1", "gguf-tl2", "onnx", "native",
+         "native-base3")),
+    TinyModel("llama-bitnet", "BitLinears in a LLaMA, as Falcon3-1.58bit has them: silu, no sub-norms, an untied head",
+        "bitlinear", _config("llama", 64, 128, quantization_config={**_BITLINEAR, "linear_class": "bitlinear"}),
+        ("hf-packed", "hf-bf16", "hf-online", "gguf-f16", "gguf-i2_s", "native")),
+    TinyModel("groups", "ternary by groups of 128 inputs, as Ternary-Bonsai is: Qwen3, float activations", "groups",
         _config("qwen3", 128, 256, tie_word_embeddings=True),
-        ("mlx-2bit", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "native"),
-    ),
-    TinyModel(
-        "sherry",
+        ("mlx-2bit", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "native")),
+    TinyModel("sherry",
         "3:4 sparse by groups of 256 inputs, as Sherry is: one zero in each four weights 16 apart, float activations",
-        "sherry",
-        _config("qwen3", 256, 256, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True),
-        ("gguf-stq1_0", "gguf-tq1_0", "gguf-tq2_0", "native"),
-    ),
-    TinyModel(
-        "binary",
-        "binary by groups of 128 inputs, as Bonsai-1bit is: no zeros, float activations",
-        "binary",
-        _config("qwen3", 128, 128, tie_word_embeddings=True),
-        ("mlx-1bit", "gguf-q1_0", "native"),
-    ),
-    TinyModel(
-        "dense",
-        "a dense LLaMA, whose values all of these types hold exactly",
-        "dense",
+        "sherry", _config("qwen3", 256, 256, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True),
+        ("gguf-stq1_0", "gguf-tq1_0", "gguf-tq2_0", "native")),
+    TinyModel("binary", "binary by groups of 128 inputs, as Bonsai-1bit is: no zeros, float activations", "binary",
+        _config("qwen3", 128, 128, tie_word_embeddings=True), ("mlx-1bit", "gguf-q1_0", "native")),
+    TinyModel("dense", "a dense LLaMA, whose values all of these types hold exactly", "dense",
         _config("llama", 64, 128),
-        ("hf-unpacked", "gguf-f32", "gguf-f16", "gguf-bf16", "gguf-q8_0", "onnx", "native"),
-    ),
+        ("hf-unpacked", "gguf-f32", "gguf-f16", "gguf-bf16", "gguf-q8_0", "onnx", "native")),
 )
+# fmt: on
 
 
 class GoldenFile(NamedTuple):
@@ -229,7 +206,7 @@ def block_rules(model: Model) -> dict[int, Backend]:
     return {size: BlockInputs(size) for size in sizes}
 
 
-def expected_logits(path: Path, tokens: NDArray[np.int64]) -> dict[str, Floats]:
+def expected_logits(path: Path, tokens: Ints) -> dict[str, Floats]:
     """The logits (T, V) of a model by each rule: "logits" is the model's own, in float32, and "logits64" in float64."""
     model = load(path, backend="numpy")
     out = {"logits": model.logits(tokens), "logits64": load(path, backend="numpy", dtype="float64").logits(tokens)}
@@ -239,7 +216,7 @@ def expected_logits(path: Path, tokens: NDArray[np.int64]) -> dict[str, Floats]:
     return out
 
 
-def rounding_margin(model: Model, tokens: NDArray[np.int64]) -> float:
+def rounding_margin(model: Model, tokens: Ints) -> float:
     """How near the input of a ternary matrix comes to where it rounds to another integer, by any rule; 1/2 if there is
     none."""
     margins, ternary = [0.5], [name for name, w in model.weights.linears() if w.kind != "dense"]
@@ -289,17 +266,14 @@ def write_golden(out: Path) -> list[GoldenFile]:
                 nbytes = sum(file.stat().st_size for file in each if file.is_file())
                 engine = engine_of(load(source, backend="numpy").config, target)
                 files.append(GoldenFile(tiny.name, target, f"{tiny.name}/{path.name}", nbytes, engine))
-        facts = {
-            "tolerance": TOLERANCE,
-            "models": {tiny.name: tiny.about for tiny in MODELS},
-            "files": [file._asdict() for file in files],
-        }
+        about = {tiny.name: tiny.about for tiny in MODELS}
+        facts = {"tolerance": TOLERANCE, "models": about, "files": [file._asdict() for file in files]}
         (folder / "files.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         shutil.copyfile(ASSETS / "golden.md", folder / "README.md")
     return files
 
 
-def _draw_model(tiny: TinyModel, folder: Path) -> NDArray[np.int64]:
+def _draw_model(tiny: TinyModel, folder: Path) -> Ints:
     """Write the first drawn model none of whose activations lies near a rounding boundary, and return its tokens."""
     for seed in count():
         source = folder.with_name(f"{folder.name}-{seed}")
@@ -316,8 +290,6 @@ def _draw_model(tiny: TinyModel, folder: Path) -> NDArray[np.int64]:
 def _tiles(width: int) -> str:
     """bitnet.cpp's kernel_config.ini, with tile sizes for the shapes of the model `bitnet`.   width: BK"""
     shapes = ((256, 256), (64, 256), (512, 256), (256, 512))
-    kernels = [
-        f"[Kernels_{number}]\nm = {m}\nk = {k}\nbm = 64\nbk = {width}\nbmm = 32\n"
-        for number, (m, k) in enumerate(shapes)
-    ]
+    text = "[Kernels_{}]\nm = {}\nk = {}\nbm = 64\nbk = {}\nbmm = 32\n"
+    kernels = [text.format(number, m, k, width) for number, (m, k) in enumerate(shapes)]
     return "\n".join(kernels)

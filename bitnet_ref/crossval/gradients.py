@@ -27,9 +27,10 @@ from ..reference.layers import Array
 from ..reference.weights import linear_name
 from ..training import AdamW, Trainer, ops
 from ..training.network import EMBEDDING, Masters
-from ..training.ops import LinearInput, StepLinear
+from ..training.ops import LinearInput
 from ..training.optimizer import clip_gradients
 from .tolerances import EPSILON, GRADIENTS
+from .types import Tensors
 
 PREFIXES = ("grad.", "master.")
 CLEARER = 10
@@ -110,7 +111,7 @@ class Step:
         return out
 
 
-def judge(step: Step, theirs: Mapping[str, Array], path: Path | None = None) -> GradientVerdict:
+def judge(step: Step, theirs: Tensors, path: Path | None = None) -> GradientVerdict:
     """The verdict on another trainer's tensors of the same step."""
     wants_masters = any(name.startswith("master.") for name in theirs)
     ours = step.take(masters=wants_masters)
@@ -171,9 +172,6 @@ def _distance(theirs: Array, ours: Array) -> float:
     return error / size if size else float(error > 0)
 
 
-# -- known mistakes ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Mistake:
     """A change of the training step: of functions of `ops`, of all gradients, or of the optimiser's update."""
@@ -184,7 +182,7 @@ class Mistake:
     update: Callable[[Masters, Masters, dict[str, Any]], None] | None = None
 
 
-def known_mistakes(step: Step, ours: Masters, theirs: Mapping[str, Array]) -> Iterator[Mistake]:
+def known_mistakes(step: Step, ours: Masters, theirs: Tensors) -> Iterator[Mistake]:
     """Every mistake on the list, and a common factor of all gradients if there is one."""
     names = [name for name in theirs if name.startswith("grad.")]
     ratios = [float(np.vdot(theirs[n], ours[n]) / np.vdot(ours[n], ours[n])) for n in names if ours[n].any()]
@@ -231,14 +229,6 @@ def _update_with_l2(masters: Masters, gradients: Masters, s: dict[str, Any], cli
     AdamW(tuple(s["betas"]), s["eps"]).update(masters, total, s["lr"], 0.0)
 
 
-def _norm_without_mean(dy: Array, x: Array, weight: Array, r: Array) -> tuple[Array, Array]:
-    return dy * weight / r, np.einsum("td,td->d", dy, x / r)
-
-
-def _linear_keeping_x(x: Array, w: StepLinear) -> tuple[list[Array], LinearInput]:
-    return ops.linear(x, w)[0], LinearInput(x)
-
-
 def _gate_without_two(dy: Array, gate: Array, up: Array, activation: str) -> tuple[Array, Array]:
     d_gate, d_up = ops.gated_backward(dy, gate, up, activation)
     return (d_gate / 2 if activation == "relu2" else d_gate), d_up
@@ -264,10 +254,6 @@ def _through_the_scale(g: Array, w: Array, w_t: Array, s: np.float32) -> Array:
     return g + np.float32(d_scale / w.size) * np.sign(w)
 
 
-def _through_the_clip(g: Array, w: Array, w_t: Array, s: np.float32) -> Array:
-    return g * (np.abs(w) <= s)
-
-
 def _tied_head_once(part: str) -> Callable[[Trainer, Masters, Array], Masters]:
     """Only the "embedding" part, or only the "head" part, of a tied matrix's gradient."""
 
@@ -285,14 +271,15 @@ def _tied_head_once(part: str) -> Callable[[Trainer, Masters, Array], Masters]:
 # fmt: off
 MISTAKES: tuple[Mistake, ...] = (
     Mistake("RMSNorm's gradient lacks the mean: r depends on every value of the row",
-        {"rms_norm_backward": _norm_without_mean}),
-    Mistake("dW is made of the activations before their quantisation; dW = dY^T X_q", {"linear": _linear_keeping_x}),
+        {"rms_norm_backward": lambda dy, x, weight, r: (dy * weight / r, np.einsum("td,td->d", dy, x / r))}),
+    Mistake("dW is made of the activations before their quantisation; dW = dY^T X_q",
+        {"linear": lambda x, w: (ops.linear(x, w)[0], LinearInput(x))}),
     Mistake("the ReLU^2 gate's derivative lacks its factor 2", {"gated_backward": _gate_without_two}),
     Mistake("queries' and keys' gradients are not turned back by RoPE's angle",
         {"rope_backward": lambda dy, cos, sin: dy}),
     Mistake("the gradient also goes through the weight's scale", {}, _of_ternary(_through_the_scale)),
     Mistake("weights beyond the scale get no gradient: the clip is not passed straight through",
-        {}, _of_ternary(_through_the_clip)),
+        {}, _of_ternary(lambda g, w, w_t, s: g * (np.abs(w) <= s))),
     Mistake("the tied matrix has the gradient of the embedding alone; the head's is missing",
         {}, _tied_head_once("embedding")),
     Mistake("the tied matrix has the gradient of the head alone; the embedding's is missing",

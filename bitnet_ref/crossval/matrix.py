@@ -29,6 +29,7 @@ from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, default_tokens
 from .receipt import make_receipt, read_receipt, write_receipt
 from .report import Crossing, html_page
+from .types import Tokens
 
 BACKENDS = "backends"
 Task = tuple[str, str, str | None]  # a model, an engine, and the interpreter that has it
@@ -120,7 +121,7 @@ def _golden_tokens(model: Model) -> list[int] | None:
         return [int(token) for token in file.read("tokens")] if "tokens" in file.tensors else None
 
 
-def _finished(path: Path, model: Model, tokens: Sequence[int]) -> dict[str, Any] | None:
+def _finished(path: Path, model: Model, tokens: Tokens) -> dict[str, Any] | None:
     """The cell's receipt, if it is of this version, this model and these tokens, and its engine ran."""
     try:
         receipt = read_receipt(path)
@@ -132,7 +133,7 @@ def _finished(path: Path, model: Model, tokens: Sequence[int]) -> dict[str, Any]
     return receipt if same and ran and receipt["bitnet_ref"] == __version__ else None
 
 
-def _cross(engine: str, source: str, model: Model, tokens: Sequence[int], python: str | None) -> list[Crossing]:
+def _cross(engine: str, source: str, model: Model, tokens: Tokens, python: str | None) -> list[Crossing]:
     try:
         if engine in ENGINES:
             return cross_engine(engine, source, tokens, python=python)

@@ -7,15 +7,15 @@ the scale that fits best and the place of the largest error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..generation.sampling import log_probabilities
 from ..reference.layers import Array
+from .types import Ints, Tensors, Wide
 
 MASKED = -9e3  # a score at or below this is a mask, however an engine writes it: -10,000, float16's -65504
 _BLOCK_VALUES = 1 << 20
@@ -44,8 +44,8 @@ class Distance(Figures):
     """The result of `measure`. row_excess: error / allowed error, above 1 is too much."""
 
     finite: bool
-    row_excess: NDArray[np.float64]  # (N,)
-    row_l2: NDArray[np.float64]  # (N,) relative
+    row_excess: Wide  # (N,)
+    row_l2: Wide  # (N,) relative
 
 
 class Rows(Protocol):
@@ -57,7 +57,7 @@ class Rows(Protocol):
     def __getitem__(self, rows: slice, /) -> Array: ...
 
 
-def tensor_of(run: Mapping[str, Array], name: str) -> Rows:
+def tensor_of(run: Tensors, name: str) -> Rows:
     """A tensor of a run. One of a trace is not read yet."""
     tensor = getattr(run, "tensor", None)
     return tensor(name) if tensor is not None else np.asarray(run[name])
@@ -172,9 +172,7 @@ class LogitsDistance:
     perplexity_candidate: float | None
 
 
-def measure_logits(
-    reference: Rows, candidate: Rows, tokens: NDArray[np.int64] | None = None, first_row: int = 0
-) -> LogitsDistance:
+def measure_logits(reference: Rows, candidate: Rows, tokens: Ints | None = None, first_row: int = 0) -> LogitsDistance:
     """Compare logits (N, V) as distributions. first_row: the reference's row that the candidate's first belongs to."""
     kl: list[float] = []
     same: list[bool] = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..reference.layers import Array
-from .compare import DIFFERS, Comparison, Tensors, View, count_tensors, listed
-from .names import LOGITS, layer_of
+from .compare import DIFFERS, Comparison, View, count_tensors, listed
+from .names import LOGITS, layer_of, role
 from .tolerances import SAME_TENSOR
+from .types import Tensors
 
 Meant = tuple[str, bool]  # the last parts of the name of what a tensor holds, and whether it holds the inverse
 
@@ -23,28 +24,28 @@ def misnamed(reference: Tensors, candidate: Tensors, comparison: Comparison) -> 
         return {}
     meant_by_role: dict[str, Meant] = {}  # by the last parts of the name: the same in every layer
     for name in wrong:
-        layer, role = layer_of(name), _role(name)
+        layer, own = layer_of(name), role(name)
         others = [other for other in reference if layer_of(other) == layer]
-        if role in meant_by_role:
-            others = [other for other in others if _role(other) == meant_by_role[role][0]]
+        if own in meant_by_role:
+            others = [other for other in others if role(other) == meant_by_role[own][0]]
         others.sort(key=lambda other: other.rpartition(".")[0] != name.rpartition(".")[0])  # the nearest first
         meant = _held(name, np.asarray(candidate[name]), reference, others)
-        if meant is None or meant_by_role.setdefault(role, meant) != meant:
+        if meant is None or meant_by_role.setdefault(own, meant) != meant:
             return {}
-    return {name: meant_by_role[_role(name)] for name in wrong}
+    return {name: meant_by_role[role(name)] for name in wrong}
 
 
 def in_words(names: dict[str, Meant]) -> list[str]:
     """One sentence for each kind of tensor that is held: how many were not compared under their names, and why."""
     groups: dict[Meant, list[str]] = {}
     for name, (other, inverse) in names.items():
-        meant = "" if inverse and other == _role(name) else other  # the inverse of itself is said once for all
+        meant = "" if inverse and other == role(name) else other  # the inverse of itself is said once for all
         groups.setdefault((meant, inverse), []).append(name)
     return [_in_words(given, *meant) for meant, given in groups.items()]
 
 
 def _in_words(names: list[str], other: str, inverse: bool) -> str:
-    roles = listed(list(dict.fromkeys(map(_role, names))))
+    roles = listed(list(dict.fromkeys(map(role, names))))
     if inverse:
         held = f"the inverse of {other or 'what is meant'}; record {other or 'the numbers themselves'}"
     else:
@@ -59,13 +60,8 @@ def under_right_names(candidate: View, names: dict[str, Meant]) -> View:
     renamed = View(candidate, set(candidate) - set(names))
     for name, (other, inverse) in names.items():
         if not inverse:
-            renamed.names.setdefault(name.removesuffix(_role(name)) + other, name)
+            renamed.names.setdefault(name.removesuffix(role(name)) + other, name)
     return renamed
-
-
-def _role(name: str) -> str:
-    """The name without its layer."""
-    return name if layer_of(name) is None else name.split(".", 2)[2]
 
 
 def _held(name: str, theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
@@ -79,7 +75,7 @@ def _held(name: str, theirs: Array, reference: Tensors, others: list[str]) -> Me
             continue
         limit = SAME_TENSOR * np.linalg.norm(right)
         if other != name and np.linalg.norm(wide - right) <= limit:
-            return _role(other), False
+            return role(other), False
         if (wide != 0).all() and np.linalg.norm(1 / wide - right) <= limit:
-            return _role(other), True
+            return role(other), True
     return None

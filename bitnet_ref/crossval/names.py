@@ -101,7 +101,7 @@ def find_step(name: str, config: ModelConfig) -> TraceStep:
 @family_table
 def _kinds() -> dict[str, str]:
     """Last part of a name -> kind of op, of every family's own steps that are the same in all of them."""
-    return {step.name.rpartition(".")[2]: step.kind for step in all_steps()} | _MODULE_HOOKS
+    return {hook_of(step.name): step.kind for step in all_steps()} | _MODULE_HOOKS
 
 
 def op_kind(
@@ -110,7 +110,7 @@ def op_kind(
     """The kind of op that computes the tensor. is_ternary: whether a linear ("blocks.0.attn.q_proj") is ternary."""
     if name in _MODEL_HOOKS:
         return _MODEL_HOOKS[name][0]
-    hook = name.rpartition(".")[2]
+    hook = hook_of(name)
     kind = _kinds()[hook] if hook in _MODULE_HOOKS or config is None else find_step(name, config).kind
     return "dense linear" if kind == "linear" and not is_ternary(linear_of(name)) else kind
 
@@ -119,6 +119,16 @@ def layer_of(name: str) -> int | None:
     """The block that a name belongs to; None for the embedding, the last norm and the head."""
     match = _BLOCK.match(name)
     return None if match is None else int(match[1])
+
+
+def hook_of(name: str) -> str:
+    """The last part of a name: the same in every linear."""
+    return name.rpartition(".")[2]
+
+
+def role(name: str) -> str:
+    """The name without its block: the same in every layer."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def trace_name(part: str) -> str:
@@ -185,7 +195,7 @@ def linear_of(name: str) -> str:
 def _results_of_linears() -> dict[str, str]:
     """Last part of the name -> the linear, of results that have another name, or are cut into heads."""
     results = [step for step in all_steps() if step.kind == "linear"]
-    return {step.name.rpartition(".")[2]: step.inputs[0].removesuffix(f".{OUT}") for step in results}
+    return {hook_of(step.name): step.inputs[0].removesuffix(f".{OUT}") for step in results}
 
 
 def linear_input(linear: str, config: ModelConfig) -> str:

@@ -6,7 +6,6 @@ the reason and never counts as agreement.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,16 +13,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..backends.record import NamesFilter
 from ..errors import BackendError, FormatError, NumericsError, TokenizerError
-from .calls import SequenceRun, sizes_in_words
+from .calls import sizes_in_words
 from .compare import View, compare
 from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
+from .explain.hypotheses.prompts import ids_as_message
 from .explain.near_halves import follow_flips
 from .explain.replay import judge_trace
 from .explain.variants import IMPOSSIBLE, Setting
@@ -34,7 +33,8 @@ from .runs import FEW_NAMES, RUNS
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
 from .token_ids import beside, token_parity, used_ids
-from .trace import Trace, record_to_file
+from .trace import Trace, TraceRun, record_to_file
+from .types import StrPath, Tokens
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # for a model without a tokenizer
@@ -52,12 +52,17 @@ def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
     return tokens[: model.config.context_length]
 
 
+def reference_of(model: Model) -> Model:
+    """The model on NumPy in float32, whatever backend it was loaded for."""
+    return model.on(Backend("float32", model.backend.threads))
+
+
 def cross_backends(
     model: Model,
-    tokens: Sequence[int],
+    tokens: Tokens,
     only: Iterable[str] | None = None,
     *,
-    long: Sequence[int] | None = None,
+    long: Tokens | None = None,
     on_check: OnCheck = ignore_check,
 ) -> list[Crossing]:
     """Every backend, and cython with every kernel set: teacher-forced, free-running, and by every execution path.
@@ -66,14 +71,13 @@ def cross_backends(
     long: a longer run, as of `long_tokens`. Its logits at all tokens and each block's result are compared.
     on_check: called with each comparison and each check of a path when it is done.
     """
-    threads = model.backend.threads
-    reference = model.on(Backend("float32", threads))
+    reference = reference_of(model)
     wanted = None if only is None else set(only)
     crossings = []
     with ExitStack() as stack:
         right = stack.enter_context(record_reference(reference, tokens))
         right_long = None if long is None else stack.enter_context(record_reference(reference, long, FEW_NAMES))
-        for name, make, reason in list_backends(threads):
+        for name, make, reason in list_backends(model.backend.threads):
             if wanted is None or name in wanted:
                 crossing = Crossing(name, unavailable=reason)
                 if reason is None:
@@ -137,7 +141,7 @@ def _cross_backend(
         path.unlink(missing_ok=True)
 
 
-def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True, strict: bool = False) -> Crossing:
+def cross_trace(model: Model, path: StrPath, *, causes: bool = True, strict: bool = False) -> Crossing:
     """A trace file against the reference: op by op on its own inputs, and as a whole against the reference's run.
 
     If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those. Of several
@@ -146,7 +150,7 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
     that are not recorded, are no agreement.
     Raises FormatError for a file that is no trace.
     """
-    reference = model.on(Backend("float32", model.backend.threads))
+    reference = reference_of(model)
     with Trace(path) as trace:
         crossings = [_cross_run(model, reference, run, strict) for run in trace.runs()]
     crossing = crossings[wrong := _first_wrong(crossings)]
@@ -182,19 +186,19 @@ def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -
     crossings = [cross_trace(model, path, causes=False, strict=strict) for path in paths]
     if len(paths) == 1:
         return crossings[0]
-    facts = [_facts_of(path) for path in paths]
+    ids, words, longest = zip(*map(_facts_of, paths), strict=True)
     crossing = crossings[wrong := _first_wrong(crossings)]
     crossing.wrong_file, crossing.file_name = paths[wrong], paths[wrong].stem
     for i, (path, each) in enumerate(zip(paths, crossings, strict=True)):
         if i == wrong:
             continue
-        run = FurtherRun(path.stem, facts[i].tokens, facts[i].words, each.comparisons, failed=each.failed)
+        run = FurtherRun(path.stem, len(ids[i]), words[i], each.comparisons, failed=each.failed)
         run.misnamed = each.misnamed
-        if not crossing.agrees and each.agrees and facts[i].ids == facts[wrong].ids:
+        if not crossing.agrees and each.agrees and ids[i] == ids[wrong]:
             run.same_as_short = False
         crossing.further.append(run)
-    right = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees]
-    bad = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees is False]
+    right = [longest[i] for i, each in enumerate(crossings) if each.agrees]
+    bad = [longest[i] for i, each in enumerate(crossings) if each.agrees is False]
     if right and bad and max(right) < min(bad):
         crossing.by_length = f"right for calls of up to {max(right)} tokens, wrong for {min(bad)}"
     return crossing
@@ -206,26 +210,17 @@ def _first_wrong(crossings: Sequence[Crossing]) -> int:
     return next((verdicts.index(verdict) for verdict in (False, None) if verdict in verdicts), 0)
 
 
-class _Facts(NamedTuple):
-    """Of a trace: how many tokens, its calls in words, the tokens, the longest call."""
-
-    tokens: int
-    words: str
-    ids: list[int]
-    longest_call: int
-
-
-def _facts_of(path: Path) -> _Facts:
+def _facts_of(path: Path) -> tuple[list[int], str, int]:
+    """(tokens, calls in words, the longest call) of a trace."""
     with Trace(path) as trace:
-        n, sizes = len(trace.token_ids), [size for calls in trace.sequence_calls for size in calls]
+        sizes = [size for calls in trace.sequence_calls for size in calls]
+        words = sizes_in_words(trace.calls or (len(trace.token_ids),))
         if len(trace.sequences) > 1:
             words = f"sequences of {' and '.join(map(str, trace.sequences))} tokens"
-        else:
-            words = sizes_in_words(trace.calls or (n,))
-        return _Facts(n, words, trace.token_ids, max(sizes, default=max(trace.sequences)))
+        return trace.token_ids, words, max(sizes, default=max(trace.sequences))
 
 
-def _cross_run(model: Model, reference: Model, trace: Trace | SequenceRun, strict: bool) -> Crossing:
+def _cross_run(model: Model, reference: Model, trace: TraceRun, strict: bool) -> Crossing:
     """One sequence of a trace."""
     crossing = Crossing(trace.engine, strict=strict)
     outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
@@ -251,12 +246,7 @@ def _cross_run(model: Model, reference: Model, trace: Trace | SequenceRun, stric
 
 
 def explain_trace(
-    crossing: Crossing,
-    model: Model,
-    path: str | os.PathLike[str],
-    *,
-    progress: Progress | None = None,
-    budget_s: float | None = None,
+    crossing: Crossing, model: Model, path: StrPath, *, progress: Progress | None = None, budget_s: float | None = None
 ) -> None:
     """Look for the causes of the difference of a trace's `crossing`, which runs the reference once for each test.
 
@@ -265,7 +255,7 @@ def explain_trace(
     if crossing.failed is not None or not crossing.comparisons:
         return
     started = time.process_time()
-    reference = model.on(Backend("float32", model.backend.threads))
+    reference = reference_of(model)
     with Trace(path) as whole:
         trace = whole.runs()[crossing.sequence]
         run = under_right_names(_actual_run(crossing, reference, trace), crossing.misnamed)
@@ -282,16 +272,13 @@ def explain_trace(
         crossing.causes = causes
 
 
-def _actual_run(crossing: Crossing, reference: Model, trace: Trace | SequenceRun) -> View:
+def _actual_run(crossing: Crossing, reference: Model, trace: TraceRun) -> View:
     """The trace with the tokens that its engine ran on, if its embedding tells them; they are noted in `crossing`."""
     run, ids = View(trace), trace.token_ids
-    used = used_ids(reference, trace["hook_embed"], ids) if "hook_embed" in trace else None
-    known = [token for token in used or () if token is not None]
-    if (
-        used is None
-        or not known
-        or (len(used) == len(ids) and all(u in (None, i) for u, i in zip(used, ids, strict=True)))
-    ):
+    used = used_ids(reference, trace["hook_embed"], ids) or [] if "hook_embed" in trace else []
+    known = [token for token in used if token is not None]
+    fits = len(used) == len(ids) and all(u in (None, i) for u, i in zip(used, ids, strict=True))
+    if not known or fits:
         return run
     crossing.other_tokens = beside(ids, used)
     if len(known) == len(used) <= reference.config.context_length:
@@ -300,7 +287,7 @@ def _actual_run(crossing: Crossing, reference: Model, trace: Trace | SequenceRun
 
 
 @contextmanager
-def record_reference(reference: Model, tokens: Sequence[int], names: NamesFilter = None) -> Iterator[Trace]:
+def record_reference(reference: Model, tokens: Tokens, names: NamesFilter = None) -> Iterator[Trace]:
     """The reference's run, or its tensors of these names, in a temporary file."""
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
         path = Path(folder) / "reference.safetensors"
@@ -310,7 +297,7 @@ def record_reference(reference: Model, tokens: Sequence[int], names: NamesFilter
 
 
 def compare_free(
-    crossing: Crossing, reference: Model, right: Trace, trace: Trace | SequenceRun | View, *, causes: bool = True
+    crossing: Crossing, reference: Model, right: Trace, trace: TraceRun | View, *, causes: bool = True
 ) -> None:
     """Add the free-running comparison of a trace with the reference's, its evidence, and the causes of a difference."""
     free = follow_flips(reference, trace.token_ids, trace, compare(right, trace, reference.config))
@@ -333,15 +320,7 @@ def _token_difference(model: Model, trace: View) -> tuple[str, list[Diagnosis]] 
         return None
     if (problem := token_parity(mine, trace.token_ids, model.config)) is None:
         return None
-    if trace.token_ids == _as_message(model, trace.prompt):
+    if trace.token_ids == ids_as_message(model, trace.prompt):
         return None
     causes = diagnose_prompt(model, mine, trace.token_ids, trace.prompt)
     return f"{problem}; {beside(mine, trace.token_ids)}", causes
-
-
-def _as_message(model: Model, text: str) -> list[int] | None:
-    """The ids of a conversation that begins with this message; None if the model has no chat template."""
-    try:
-        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
-    except TokenizerError:
-        return None

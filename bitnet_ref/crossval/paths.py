@@ -19,7 +19,7 @@ screened head, divided layers, and as text. What is compared, and how strictly:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle, pairwise, product, takewhile
@@ -46,6 +46,7 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.layers import Array
 from ..reference.weights import DenseWeight
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
+from .types import Tokens
 
 PAGE_SIZE = 8
 NEW_TOKENS = 10
@@ -82,13 +83,13 @@ def sum_up(checks: Iterable[tuple[str, PathCheck]]) -> str:
     >>> sum_up([])
     'Nothing was checked.'
     """
-    names = [(f"{backend}: {check.path}", check.passed) for backend, check in checks]
-    differing = [name for name, passed in names if not passed]
-    if not names:
+    rows = list(checks)
+    if not rows:
         return "Nothing was checked."
+    differing = [f"{backend}: {check.path}" for backend, check in rows if not check.passed]
     if not differing:
-        return f"All {len(names)} checks passed."
-    return f"{len(differing)} of {len(names)} checks FAILED: {'; '.join(differing)}"
+        return f"All {len(rows)} checks passed."
+    return f"{len(differing)} of {len(rows)} checks FAILED: {'; '.join(differing)}"
 
 
 MakeBackend = Callable[..., Backend]  # make(**settings) -> a new backend, settings as of its constructor
@@ -96,9 +97,7 @@ QUICK_TOKENS = 24
 LOADS = "loads and runs"  # the row of a backend that fails outright
 
 
-def check_paths(
-    make: MakeBackend, reference: Model, token_ids: Sequence[int], *, quick: bool = False
-) -> Iterator[PathCheck]:
+def check_paths(make: MakeBackend, reference: Model, token_ids: Tokens, *, quick: bool = False) -> Iterator[PathCheck]:
     """Run every execution path of the backend that `make()` gives, on these tokens. Yields each check when it is done.
 
     reference: the model, on the numpy backend.
@@ -108,7 +107,7 @@ def check_paths(
     return run_checks(_checks(make, reference, list(token_ids)[:longest], quick))
 
 
-def check_long(model: Model, token_ids: Sequence[int], expected: Array) -> PathCheck:
+def check_long(model: Model, token_ids: Tokens, expected: Array) -> PathCheck:
     """A long text by the usual path, in one call and in chunks that end within pages, against the logits of "ops"."""
     tokens = list(token_ids)
 
@@ -116,11 +115,11 @@ def check_long(model: Model, token_ids: Sequence[int], expected: Array) -> PathC
         whole = _equal(_whole(model, tokens, None), expected)
         return whole if whole[1] is not None else _equal(_in_chunks(model, tokens, None), expected)
 
-    (check,) = run_checks([(f"{len(tokens)} tokens", compute)])
-    return check
+    return next(run_checks([(f"{len(tokens)} tokens", compute)]))
 
 
 Outcome = tuple[int, str | None, str]  # numbers compared, the problem if there is one, what to say otherwise
+Checks = Iterator[tuple[str, Callable[[], Outcome]]]  # (name, check)
 
 
 def run_checks(checks: Iterable[tuple[str, Callable[[], Outcome]]]) -> Iterator[PathCheck]:
@@ -134,9 +133,7 @@ def run_checks(checks: Iterable[tuple[str, Callable[[], Outcome]]]) -> Iterator[
             yield PathCheck(name, problem is None, compared, problem or detail)
 
 
-def _checks(
-    make: MakeBackend, reference: Model, tokens: list[int], quick: bool
-) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _checks(make: MakeBackend, reference: Model, tokens: list[int], quick: bool) -> Checks:
     """(name, check) of every path, in the order in which they are shown."""
     model = reference.on(make())
     be = model.backend
@@ -170,10 +167,7 @@ def _checks(
         yield "exact head", lambda: _equal(_whole(reference.on(make(head="exact")), tokens, None), plain)
     yield "drawn tokens", lambda: _drawn(be, plain)
     yield "text", lambda: _text(model, tokens)
-    yield (
-        "text, 3 prompts",
-        lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
-    )
+    yield "text, 3 prompts", lambda: _text_batch(model, _prompts(tokens), lambda p, greedy: model.generate(p, **greedy))
     yield "greedy steps", lambda: _steps_in_a_row(model, tokens, [GREEDY] * 3)
     yield "drawn steps", lambda: _steps_in_a_row(model, tokens, [GREEDY, DrawRule(0.8), DrawRule(1.0, 20, 0.9, 0.05)])
     yield "text, drafts", lambda: _drafted(model, tokens)
@@ -190,9 +184,7 @@ def _checks(
             yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
 
 
-def _path_checks(
-    model: Model, tokens: list[int], path: str, plain: Array
-) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _path_checks(model: Model, tokens: list[int], path: str, plain: Array) -> Checks:
     """The path with a whole prompt, in chunks, decoding, beside other sequences, and over pages."""
     if path != "ops":
         yield path, lambda: _equal(_whole(model, tokens, path), plain)
@@ -267,9 +259,8 @@ def _several(
         parts += [(2, 2 * step, third)] if third else []
         run([part for part in parts if part[2]])
     begun = [slot for slot, each in enumerate(logits) if each]  # the third may not have
-    alone = [
-        _whole(model.with_adapter(names[slot]), rows[slot][: sum(map(len, logits[slot]))], "ops") for slot in begun
-    ]
+    lengths = [sum(map(len, each)) for each in logits]
+    alone = [_whole(model.with_adapter(names[slot]), rows[slot][: lengths[slot]], "ops") for slot in begun]
     return _equal(np.concatenate([np.concatenate(logits[slot]) for slot in begun]), np.concatenate(alone))
 
 
@@ -499,10 +490,8 @@ def _stored(model: Model, k: Array, v: Array) -> tuple[Array, Array]:
 
 def _screened(model: Model, tokens: list[int]) -> Outcome:
     """Candidates for several k, and of single ids, against the whole head."""
-    vocab = model.config.vocab_size
-    batch = TokenBatch.of([(0, 0, tokens)])
-    logits = model.run(batch, model.new_cache(1, len(tokens))).all()
-    compared = 0
+    vocab, batch, compared = model.config.vocab_size, TokenBatch.of([(0, 0, tokens)]), 0
+    logits = _whole(model, tokens, None)
     for k in (1, 7, 40):
         also = [[(11 * i) % vocab, vocab - 1] for i in range(len(tokens))]
         result = model.run(batch, model.new_cache(1, len(tokens)), top=[(k, ids) for ids in also])

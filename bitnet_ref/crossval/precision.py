@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend, choose_backend
@@ -42,6 +41,7 @@ from ..reference.cache import TokenBatch
 from ..reference.layers import Array
 from .metrics import measure_logits
 from .token_ids import common_prefix
+from .types import Ints, Tokens
 
 DTYPES = ("float32", "float16", "bfloat16")
 CONTINUED = 48  # tokens of the greedy continuation, and of its prompt
@@ -87,7 +87,7 @@ class PrecisionBench:
 
 
 def measure_precision(
-    model: Model, backend: str = "cupy", dtypes: Sequence[str] = DTYPES, text: str | Sequence[int] | None = None
+    model: Model, backend: str = "cupy", dtypes: Sequence[str] = DTYPES, text: str | Tokens | None = None
 ) -> PrecisionBench:
     """The error of each dtype of a backend on a text (or token ids), cut to the model's context.
 
@@ -120,7 +120,7 @@ def measure_precision(
     return PrecisionBench(backend, name, len(tokens), largest, tuple(errors), len(right), same)
 
 
-def _tokens_of(model: Model, text: str | Sequence[int] | None) -> NDArray[np.int64]:
+def _tokens_of(model: Model, text: str | Tokens | None) -> Ints:
     """The ids of a text (None: the short story), cut to the model's context."""
     text = " ".join(TEXT.split()) if text is None else text
     ids = model.tokenizer.encode(text) if isinstance(text, str) else list(text)
@@ -129,7 +129,7 @@ def _tokens_of(model: Model, text: str | Sequence[int] | None) -> NDArray[np.int
     return model.check_tokens(ids[: model.config.context_length])
 
 
-def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> Array:
+def _logits(model: Model, tokens: Ints, way: str) -> Array:
     cache = model.new_cache(1, len(tokens))
     if way == "prompt":
         return model.run(TokenBatch.of([(0, 0, tokens)]), cache).all()
@@ -142,9 +142,6 @@ def _continuation(model: Model, start: list[int]) -> list[int]:
     out = model.generate(start, max_tokens=count, temperature=0.0, ignore_eos=True)
     assert isinstance(out, Generation)
     return list(out.token_ids)
-
-
-# -- KV caches ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -168,9 +165,7 @@ class CacheBench:
     errors: tuple[CacheError, ...]
 
 
-def measure_cache(
-    model: Model, text: str | Sequence[int] | None = None, dtypes: Sequence[str] = CACHE_DTYPES
-) -> CacheBench:
+def measure_cache(model: Model, text: str | Tokens | None = None, dtypes: Sequence[str] = CACHE_DTYPES) -> CacheBench:
     """The error of each cache dtype on a text (or token ids), cut to the model's context. Only the cache differs.
 
         for error in measure_cache(bitnet_ref.load()).errors:

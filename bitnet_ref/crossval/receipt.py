@@ -28,6 +28,7 @@ from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, cross_trace
 from .report import Crossing
 from .token_ids import long_tokens
+from .types import StrPath, Tokens
 
 FORMAT, VERSION = "bitnet_ref.receipt", 1
 _MAX_BYTES = 64_000_000
@@ -38,9 +39,9 @@ def make_receipt(
     kind: str,
     model_name: str,
     model: Model,
-    tokens: Sequence[int],
+    tokens: Tokens,
     crossings: Sequence[Crossing],
-    trace: str | os.PathLike[str] | None = None,
+    trace: StrPath | None = None,
 ) -> dict[str, Any]:
     """A sealed receipt. kind: "backends", an engine's name, or "trace", with the trace's path."""
     subject: dict[str, Any] = {
@@ -92,11 +93,11 @@ def receipt_hash(receipt: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def write_receipt(path: str | os.PathLike[str], receipt: dict[str, Any]) -> None:
+def write_receipt(path: StrPath, receipt: dict[str, Any]) -> None:
     write_json(path, receipt)
 
 
-def read_receipt(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_receipt(path: StrPath) -> dict[str, Any]:
     """The receipt, with its seal checked. Raises FormatError."""
     path = Path(path)
     receipt = read_json_object(path, FormatError, _MAX_BYTES)
@@ -143,7 +144,7 @@ class Verification:
 
 
 def verify_receipt(
-    path: str | os.PathLike[str], model: str | None = None, trace: str | None = None, python: str | None = None
+    path: StrPath, model: str | None = None, trace: str | None = None, python: str | None = None
 ) -> Verification:
     """Check the seal, load the model again, repeat the comparisons, and compare the figures with the receipt's.
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import html
 import math
-import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from .misnamed import Meant, in_words
 from .names import LOGITS
 from .paths import LOADS, PathCheck
 from .token_ids import Greedy
+from .types import StrPath, Tensors
 
 _LOGIT_POINTS = 1500
 _PATCH = (32, 48)  # rows and columns of a heat map
@@ -122,6 +122,11 @@ class Crossing:
     strict: bool = False  # tensors that are missing or have unknown names are no agreement
 
     @property
+    def every(self) -> list[Comparison]:
+        """The comparisons of the short run and of the long one."""
+        return [*self.comparisons, *self.long]
+
+    @property
     def misnamed_in_words(self) -> list[str]:
         """The sentences of `gaps` about tensors that hold another one's numbers, in any of the runs."""
         of_further = [f"{run.name}: {sentence}" for run in self.further for sentence in in_words(run.misnamed)]
@@ -131,15 +136,14 @@ class Crossing:
     def gaps(self) -> list[str]:
         """What is wrong with a trace's names, and what the comparison of the whole run left out: names that no run has,
         tensors that were not recorded."""
-        return self.misnamed_in_words + [
-            gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps
-        ]
+        of_runs = [gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps]
+        return self.misnamed_in_words + of_runs
 
     @property
     def checks(self) -> list[PathCheck]:
         """A row for each comparison, each execution path, and the error that ended the run."""
         failure = [] if self.failed is None else [PathCheck(LOADS, False, 0, self.failed)]
-        return [comparison_row(each) for each in (*self.comparisons, *self.long)] + self.paths + failure
+        return [comparison_row(each) for each in self.every] + self.paths + failure
 
     @property
     def agrees(self) -> bool | None:
@@ -152,15 +156,13 @@ class Crossing:
         passed = all(check.passed for check in self.paths) and all(each.agrees is not False for each in self.further)
         if self.failed is not None or not passed or not (compared or self.paths):
             return False
-        return all_agree((*self.comparisons, *self.long))
+        return all_agree(self.every)
 
     @property
     def runs(self) -> list[FurtherRun]:
         """Every run: the short one, the long one, and those in several calls or of several sequences."""
-        runs = (
-            [FurtherRun("short", self.comparisons[-1].tokens, "one call", self.comparisons)] if self.comparisons else []
-        )
-        runs += [FurtherRun("long", self.long[-1].tokens, "one call", self.long)] if self.long else []
+        runs = [FurtherRun("short", each.tokens, "one call", self.comparisons) for each in self.comparisons[-1:]]
+        runs += [FurtherRun("long", each.tokens, "one call", self.long) for each in self.long[-1:]]
         return runs + self.further
 
     @property
@@ -174,9 +176,8 @@ class Crossing:
             also = f"; so does {', '.join(others)}" if others else ""
             if each.same_as_short is False:
                 which = "in one call it agrees" if short else "in one call it differs too, in another way"
-                parts.append(
-                    f"{each.name} ({each.words}) DIFFERS, {which}: {each.verdict.removeprefix('DIFFERS, ')}{also}"
-                )
+                differs = each.verdict.removeprefix("DIFFERS, ")
+                parts.append(f"{each.name} ({each.words}) DIFFERS, {which}: {differs}{also}")
             elif each.same_as_short:
                 parts.append(f"{each.name} ({each.words}) has the same tensors as one call")
             else:
@@ -196,22 +197,18 @@ class Crossing:
         if self.greedy is not None:
             return self.greedy.verdict
         wrong = next((check for check in self.paths if not check.passed), None)
-        if wrong is not None and all(comparison.agrees for comparison in (*self.comparisons, *self.long)):
+        if wrong is not None and all(comparison.agrees for comparison in self.every):
             return f"DIFFERS on the execution path {wrong.path!r}: {wrong.detail}"
         if not self.comparisons:
             return f"AGREES: {len(self.paths)} execution paths" if self.paths else "nothing was compared"
-        every = (*self.comparisons, *self.long)
-        shown = next((each for each in every if not each.agrees), self.comparisons[-1])
+        shown = next((each for each in self.every if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
         if self.sequences > 1:
             numbers = ", ".join(str(i + 1) for i in self.wrong_sequences)
             only = "only in sequence" if len(self.wrong_sequences) == 1 else "in sequences"
-            verdict = (
-                f"{only} {numbers} of {self.sequences}: {verdict}"
-                if numbers
-                else f"{verdict}; {self.sequences} sequences"
-            )
+            place = f"{only} {numbers} of {self.sequences}: " if numbers else ""
+            verdict = f"{place}{verdict}" if numbers else f"{verdict}; {self.sequences} sequences"
         if not shown.agrees and shown not in self.comparisons:
             verdict = f"with {shown.tokens} tokens: {verdict}"
         elif shown.agrees and self.long:
@@ -234,9 +231,8 @@ class Crossing:
         if self.contract is None or self.contract.logits is None:
             return verdict
         logits = self.contract.logits
-        return (
-            f"{verdict}; against the contract max KL {logits.kl_max:.1e}, top-1 agreement {logits.top1_agreement:.1%}"
-        )
+        figures = f"max KL {logits.kl_max:.1e}, top-1 agreement {logits.top1_agreement:.1%}"
+        return f"{verdict}; against the contract {figures}"
 
     def diagnosis(self) -> list[str]:
         """One sentence for each cause that is confirmed or explains a part, or one that says that none does.
@@ -261,9 +257,8 @@ class Crossing:
         if failed := self.causes.failed:
             named = "; ".join(f"{cause} ({error})" for cause, error in failed.items())
             sentences.append(f"not tested, as the reference cannot be run so on this model: {named}")
-        return sentences + [
-            f"{cause.cause}: record {cause.record_next} next" for cause in self.causes if cause.record_next
-        ]
+        next_ones = [f"{cause.cause}: record {cause.record_next} next" for cause in self.causes if cause.record_next]
+        return sentences + next_ones
 
     def examples(self) -> list[str]:
         """Values worked through: of the causes that were found, or of the first wrong op."""
@@ -306,7 +301,7 @@ def summarize(crossing: Crossing) -> str:
     if crossing.failed is not None:
         return "FAILED"
     further = [comparison for each in crossing.further for comparison in each.comparisons]
-    bad = next((each for each in (*crossing.comparisons, *crossing.long, *further) if not each.agrees), None)
+    bad = next((each for each in (*crossing.every, *further) if not each.agrees), None)
     if bad is not None and bad.undecided:
         return "cannot tell"
     if bad is not None:
@@ -328,7 +323,7 @@ def summarize(crossing: Crossing) -> str:
     return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
-def evidence(reference: Mapping[str, Array], candidate: Mapping[str, Array], comparison: Comparison) -> Evidence:
+def evidence(reference: Tensors, candidate: Tensors, comparison: Comparison) -> Evidence:
     """The values for the plots of a comparison of these two runs. Reads a few rows of at most two tensors."""
     out, candidate = Evidence(), View(candidate)
     op = next((op for op in comparison.ops if op.name == LOGITS), None)
@@ -356,7 +351,7 @@ def evidence(reference: Mapping[str, Array], candidate: Mapping[str, Array], com
     return out
 
 
-def write_html(path: str | os.PathLike[str], title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
+def write_html(path: StrPath, title: str, crossings: Sequence[Crossing], facts: dict[str, str]) -> None:
     """Write all crossings as one page. facts: rows of the table under its title, besides versions and machine."""
     about = {"bitnet_ref": __version__, "NumPy": np.__version__, "machine": platform.platform(), **facts}
     rows = "".join(f"<tr><th>{_e(key)}</th><td>{_e(value)}</td></tr>" for key, value in about.items())
@@ -405,7 +400,7 @@ def _section(anchor: str, c: Crossing) -> str:
     parts += [f"<pre>{_e(text)}</pre>" for text in c.examples()]
     for run in c.further:
         parts.append(f"<p><b>{_e(run.name)}</b> ({_e(run.words)}): {_sentence(run.verdict)}</p>")
-    for comparison in (*c.comparisons, *c.long):
+    for comparison in c.every:
         parts.append(f"<h3>{_e(comparison.mode.capitalize())}, {comparison.tokens} tokens</h3>")
         parts.append(f"<p>{_sentence(comparison.verdict)}</p>")
         if not comparison.ops:
@@ -446,23 +441,17 @@ def _flips(comparison: Comparison) -> str:
 
 
 def _table(ops: Sequence[OpResult]) -> str:
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("tensor", "kind", "status", "differ", "of", "max abs", "rel. L2", "cosine", "scale ratio", "note")
-    )
+    columns = ("tensor", "kind", "status", "differ", "of", "max abs", "rel. L2", "cosine", "scale ratio", "note")
+    head = "".join(f"<th>{name}</th>" for name in columns)
     rows = []
     for op in ops:
         figures = [f"{op.n_differ:,}", f"{op.n_values:,}", f"{op.max_abs:.3g}", f"{op.relative_l2:.2g}"]
         figures += [f"{op.cosine:.7f}", f"{op.scale_ratio:.7f}"]
         cells = "".join(f'<td class="n">{value}</td>' for value in figures)
-        rows.append(
-            f'<tr><td>{_e(op.name)}</td><td>{_e(op.kind)}</td><td class="{_mark(op)}">{_e(op.status)}</td>{cells}'
-            f"<td>{_e(op.note)}</td></tr>"
-        )
-    return (
-        f'<details><summary>All {len(ops)} tensors</summary><div class="scroll"><table {_WHOLE}><tr>{head}</tr>'
-        f"{''.join(rows)}</table></div></details>"
-    )
+        status = f'<td class="{_mark(op)}">{_e(op.status)}</td>'
+        rows.append(f"<tr><td>{_e(op.name)}</td><td>{_e(op.kind)}</td>{status}{cells}<td>{_e(op.note)}</td></tr>")
+    table = f'<div class="scroll"><table {_WHOLE}><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return f"<details><summary>All {len(ops)} tensors</summary>{table}</details>"
 
 
 def _figure(picture: str, caption: str) -> str:

@@ -6,7 +6,6 @@ Engines have a kernel for one token and others for many, a cache, a mask with an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from .calls import sizes_in_words
 from .names import INT8, LOGITS, SCALE, is_by_head
 from .token_ids import long_tokens
 from .trace import record_to_file, write_trace
+from .types import StrPath, Tokens
 
 RUNS = {
     "short": "a sentence in one call, with every tensor",
@@ -72,7 +72,7 @@ class RunPlan:
         return [self.tokens[end - n : end] for end, n in zip(ends, self.sequences or (len(self.tokens),), strict=True)]
 
 
-def plan(config: ModelConfig, tokens: Sequence[int], names: Sequence[str] = DEFAULT_RUNS) -> list[RunPlan]:
+def plan(config: ModelConfig, tokens: Tokens, names: Sequence[str] = DEFAULT_RUNS) -> list[RunPlan]:
     """The runs of these names, of a model with this config and a short text of these tokens."""
     ids, n = tuple(map(int, tokens)), len(tokens)
     plans = {"short": RunPlan("short", ids)}
@@ -86,7 +86,7 @@ def plan(config: ModelConfig, tokens: Sequence[int], names: Sequence[str] = DEFA
     return [plans[name] for name in RUNS if name in plans and name in names]
 
 
-def check_runs(config: ModelConfig, tokens: Sequence[int], names: Sequence[str]) -> None:
+def check_runs(config: ModelConfig, tokens: Tokens, names: Sequence[str]) -> None:
     """Raises ConfigError for a run that `plan` leaves out."""
     made = [each.name for each in plan(config, tokens, names)]
     if lacking := [name for name in names if name not in made]:
@@ -107,9 +107,7 @@ def pieces_of(n: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def run_in_calls(
-    model: LoadedModel, tokens: Sequence[int], calls: Sequence[int], names: NamesFilter = None
-) -> dict[str, Array]:
+def run_in_calls(model: LoadedModel, tokens: Tokens, calls: Tokens, names: NamesFilter = None) -> dict[str, Array]:
     """The tensors of one sequence that is computed in several calls with a cache, joined.   -> {name: array}"""
     ids, cache, start = model.check_tokens(tokens), model.new_cache(1, len(tokens)), 0
     parts: dict[str, list[Array]] = {}
@@ -130,7 +128,7 @@ def join_calls(name: str, arrays: Sequence[Array], n: int) -> Array:
     return np.concatenate(wide, axis=1)
 
 
-def run_batch(model: LoadedModel, parts: Sequence[Sequence[int]], names: NamesFilter = None) -> dict[str, Array]:
+def run_batch(model: LoadedModel, parts: Sequence[Tokens], names: NamesFilter = None) -> dict[str, Array]:
     """The tensors of several sequences that are computed in one call, laid end to end."""
     ids = [model.check_tokens(part) for part in parts]
     batch = TokenBatch.of([(slot, 0, own) for slot, own in enumerate(ids)])
@@ -145,7 +143,7 @@ def _record(model: LoadedModel, batch: TokenBatch, cache: KVCache, names: NamesF
     return recorder.seen
 
 
-def _apart(name: str, array: Array, lengths: Sequence[int]) -> Array:
+def _apart(name: str, array: Array, lengths: Tokens) -> Array:
     """Scores and patterns, of each token over its own sequence, over all tokens; other tensors as they are."""
     if not is_by_head(name):
         return array
@@ -160,11 +158,7 @@ def _apart(name: str, array: Array, lengths: Sequence[int]) -> Array:
 
 
 def record_run(
-    model: LoadedModel,
-    run_plan: RunPlan,
-    path: str | os.PathLike[str],
-    names: NamesFilter = None,
-    prompt: str | None = None,
+    model: LoadedModel, run_plan: RunPlan, path: StrPath, names: NamesFilter = None, prompt: str | None = None
 ) -> None:
     """Compute a run as it says and write it as a trace."""
     if not run_plan.calls and not run_plan.sequences:

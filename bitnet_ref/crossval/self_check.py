@@ -9,8 +9,9 @@ greedy texts of Hugging Face transformers, and seeded texts for the rules on log
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from shutil import copytree
@@ -25,7 +26,7 @@ from ..errors import BackendError
 from ..formats.open import ASSETS
 from ..reference.cache import TokenBatch
 from ..system.threads import thread_choice
-from .paths import LOADS, QUICK_TOKENS, OnCheck, Outcome, PathCheck, check_paths, ignore_check, run_checks
+from .paths import LOADS, QUICK_TOKENS, Checks, OnCheck, Outcome, PathCheck, check_paths, ignore_check, run_checks
 from .tolerances import LOGITS_FLOOR
 from .training_step import TRAINING_BACKENDS, check_training
 
@@ -94,12 +95,8 @@ def check_backend(
         detail = f"{check.unequal:,} are WRONG" if check.unequal else "equal to int64 arithmetic"
         add(PathCheck("accumulators", sound, check.accumulators, detail))
         tokens = answers["greedy"][0]["prompt_ids"] + answers["greedy"][0]["token_ids"]
-        rows = check_paths(
-            lambda **settings: choose_backend(name, threads=own_threads, **settings),
-            reference,
-            tokens if full else tokens[:QUICK_TOKENS],
-            quick=quick,
-        )
+        tokens = tokens if full else tokens[:QUICK_TOKENS]
+        rows = check_paths(partial(choose_backend, name, threads=own_threads), reference, tokens, quick=quick)
         for row in chain(rows, check_answers(model, quick=quick)):
             add(row)
     except Exception as error:  # an old extension beside new Python files, a broken driver: that is what doctor is for
@@ -121,7 +118,8 @@ def is_shipped(model: Model) -> bool:
 
 
 def read_answers() -> dict[str, Any]:
-    return json.loads((ASSETS / MODEL / "answers.json").read_text(encoding="utf-8"))
+    answers: dict[str, Any] = json.loads((ASSETS / MODEL / "answers.json").read_text(encoding="utf-8"))
+    return answers
 
 
 def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[int, int]:
@@ -137,9 +135,6 @@ def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[in
     return accumulators, unequal
 
 
-# -- known answers -----------------------------------------------------------------------------------------------------
-
-
 def check_answers(model: Model, *, quick: bool = False) -> Iterator[PathCheck]:
     """The shipped model on any backend against its known answers, and a training step of its shape.
 
@@ -148,7 +143,7 @@ def check_answers(model: Model, *, quick: bool = False) -> Iterator[PathCheck]:
     return run_checks(_checks(model, read_answers(), quick))
 
 
-def _checks(model: Model, answers: dict[str, Any], quick: bool) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _checks(model: Model, answers: dict[str, Any], quick: bool) -> Checks:
     yield "answers: logits", lambda: _logits(model, answers)
     greedy = answers["greedy"][: 1 if quick else None]
     yield "answers: greedy texts", lambda: _greedy(model, greedy, 6 if quick else None)

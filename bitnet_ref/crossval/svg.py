@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..reference.layers import Array
+from .types import Tokens
 
 COLOURS = {"ok": "#1a7f37", "flip": "#bf8700", "bad": "#cf222e"}
 _FLOOR, _TOP = -10, 1  # decades of relative error that the axes show
@@ -22,16 +23,14 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) 
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str = "#d0d7de", width: float = 1) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width:.1f}"/>'
-    )
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {ends} stroke="{colour}" stroke-width="{width:.1f}"/>'
 
 
 def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
-    )
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    label = f'role="img" aria-label="{html.escape(label)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {label}>{"".join(parts)}</svg>'
 
 
 def _decade(error: float) -> float:
@@ -41,7 +40,7 @@ def _decade(error: float) -> float:
     return min(max(math.log10(error), _FLOOR), _TOP) if math.isfinite(error) else _TOP
 
 
-def by_depth(points: Sequence[tuple[int, float, str, str]], layer_starts: Sequence[int]) -> str:
+def by_depth(points: Sequence[tuple[int, float, str, str]], layer_starts: Tokens) -> str:
     """Relative error by place in the computation. points: (place, error, mark, name)."""
     width, height, left, bottom = 900, 260, 50, 30
     n = max(2, len(points))

@@ -8,7 +8,7 @@ operations (several linears, attention, whole blocks) are judged too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +30,12 @@ from ..reference.model import BlockPlace, RopeTables, rope_tables_of
 from ..reference.weights import ModelWeights, TernaryLinear
 from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
 from .names import NORM_SCALE, OUT, SCALE
+from .types import Tokens
 
 MID, POST = "hook_resid_mid", "hook_resid_post"  # the results of a block's two halves
 
 
-def teacher_forced(reference: LoadedModel, candidate: LoadedModel, tokens: Sequence[int]) -> Comparison:
+def teacher_forced(reference: LoadedModel, candidate: LoadedModel, tokens: Tokens) -> Comparison:
     """Run the reference over the tokens and judge each op and block of the candidate on the reference's inputs.
 
     reference: has the right weights and config. NumPy computes it in float32, whatever backend it was loaded with.

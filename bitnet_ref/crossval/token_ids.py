@@ -15,6 +15,7 @@ from ..errors import TokenizerError, count_of
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from .tolerances import NEAR_TIE, near_tie
+from .types import Tokens
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -38,10 +39,7 @@ def long_tokens(config: ModelConfig) -> list[int] | None:
 
 
 def token_parity(
-    reference: Sequence[int],
-    candidate: Sequence[int],
-    config: ModelConfig,
-    prompts: tuple[str | None, str | None] = (None, None),
+    reference: Tokens, candidate: Tokens, config: ModelConfig, prompts: tuple[str | None, str | None] = (None, None)
 ) -> str | None:
     """None when the prompt's tokens are the same, else one line that says how they differ and the likely cause.
 
@@ -79,7 +77,7 @@ def token_parity(
     return f"other tokens: another prompt, template or tokenizer ({counts}; {here})"
 
 
-def used_ids(model: LoadedModel, rows: Array, ids: Sequence[int]) -> list[int | None] | None:
+def used_ids(model: LoadedModel, rows: Array, ids: Tokens) -> list[int | None] | None:
     """The tokens whose rows of the embedding an engine used, from its hook_embed (N, D).   ids: which it should have.
 
     None for a row that the table does not have, and for all if the rows are those of `ids`. A row may be rounded.
@@ -107,7 +105,7 @@ def used_ids(model: LoadedModel, rows: Array, ids: Sequence[int]) -> list[int | 
     return [int(token) if fits else None for token, fits in zip(best, error <= limit, strict=True)]
 
 
-def beside(expected: Sequence[int], used: Sequence[int | None]) -> str:
+def beside(expected: Tokens, used: Sequence[int | None]) -> str:
     """Both lists of ids in words, cut to where they begin to differ."""
     head = common_prefix(expected, [-1 if token is None else token for token in used])
     start = max(0, head - 2)
@@ -119,7 +117,7 @@ def beside(expected: Sequence[int], used: Sequence[int | None]) -> str:
     return f"expected {shown(expected)}, used {shown(used)}"
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many tokens at the start are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -165,8 +163,8 @@ class Greedy:
             else:
                 verdict = f"AGREES: equal for {count}{margin}"
             if self.hidden:
-                verdict += (
-                    f". The same tokens come with a mistake, so they do not rule it out: {'; '.join(self.hidden)}"
+                verdict += ". The same tokens come with a mistake, so they do not rule it out: " + "; ".join(
+                    self.hidden
                 )
             return verdict
         near = ", which a single rounding flip can decide" if self.margin is not None and self.margin < NEAR_TIE else ""
@@ -184,8 +182,8 @@ class Greedy:
 
 def compare_ids(
     model: LoadedModel,
-    tokens: Sequence[int],
-    theirs: Sequence[int],
+    tokens: Tokens,
+    theirs: Tokens,
     *,
     engine_dtype: str = "float32",
     finish: str | None = None,
@@ -226,16 +224,14 @@ def compare_ids(
     return Greedy(len(known), smallest_margin=smallest, smallest_at=at, ties=tuple(np.flatnonzero(behind > 0).tolist()))
 
 
-def _stops_early(
-    ids: Sequence[int], logits: Array, ends: Sequence[int], finish: str | None, max_tokens: int | None
-) -> bool:
+def _stops_early(ids: Tokens, logits: Array, ends: Tokens, finish: str | None, max_tokens: int | None) -> bool:
     """Whether a text ended although neither an end token nor its limit says so.   logits: also after the last id"""
     if len(logits) == len(ids) or ids[-1] in ends or int(logits[-1].argmax()) in ends:
         return False
     return finish == "stop" or (max_tokens is not None and len(ids) < max_tokens)
 
 
-def _outside(model: LoadedModel, ids: Sequence[int], index: int) -> Greedy:
+def _outside(model: LoadedModel, ids: Tokens, index: int) -> Greedy:
     name = f"token {ids[index]}, which is outside the vocabulary of {model.config.vocab_size},"
     return Greedy(index + 1, index, "another token", name)
 
@@ -257,7 +253,7 @@ def name_of(model: LoadedModel, token: int) -> str:
         return f"token {token}"
 
 
-def ids_of_text(model: LoadedModel, prompt: Sequence[int], text: str) -> list[int] | None:
+def ids_of_text(model: LoadedModel, prompt: Tokens, text: str) -> list[int] | None:
     """A text's ids after a prompt, as far as they are certain: as the tokenizer splits both together."""
     try:
         start = model.tokenizer.decode(list(prompt))
@@ -269,9 +265,7 @@ def ids_of_text(model: LoadedModel, prompt: Sequence[int], text: str) -> list[in
     return whole[len(prompt) :]
 
 
-def compare_text(
-    model: Model, tokens: Sequence[int], theirs: str, count: int, *, engine_dtype: str = "float32"
-) -> Greedy:
+def compare_text(model: Model, tokens: Tokens, theirs: str, count: int, *, engine_dtype: str = "float32") -> Greedy:
     """The candidate's text against the text of the reference's `count` tokens, token by token.
 
     A text that parts from it agrees if the ids that the tokenizer gives for it do, up to near ties.
@@ -285,7 +279,7 @@ def compare_text(
     return by_ids if by_ids.agrees else greedy
 
 
-def _compare_to_ours(model: Model, tokens: Sequence[int], theirs: str, count: int) -> Greedy:
+def _compare_to_ours(model: Model, tokens: Tokens, theirs: str, count: int) -> Greedy:
     """`compare_text` with the one text that always takes the largest logit."""
     mine, logits = _continue(model, tokens, count)
     theirs, eos = theirs.rstrip(), set(model.tokenizer.eos_ids)
@@ -308,10 +302,10 @@ def _compare_to_ours(model: Model, tokens: Sequence[int], theirs: str, count: in
     whole = text_of(len(mine)).rstrip()
     if len(theirs) > len(whole):
         return _parted(logits, len(mine), "the end", repr(theirs[len(whole) :][:24]))
-    return _same(logits, len(mine))
+    return Greedy(len(mine), smallest_margin=float(_margins(logits[: len(mine)]).min()) if mine else None)
 
 
-def _continue(model: Model, tokens: Sequence[int], count: int) -> tuple[list[int], Array]:
+def _continue(model: Model, tokens: Tokens, count: int) -> tuple[list[int], Array]:
     """The reference's greedy continuation, its end token included, and the logits (n, V) that chose each token."""
     result = model.generate(list(tokens), max_tokens=count, temperature=0.0)
     assert not isinstance(result, list)
@@ -328,10 +322,6 @@ def _within_word(text: str, index: int) -> bool:
 def _margins(logits: Array) -> Array:
     best = np.partition(logits, -2, axis=-1)[:, -2:]
     return np.asarray(best[:, 1] - best[:, 0])
-
-
-def _same(logits: Array, count: int) -> Greedy:
-    return Greedy(count, smallest_margin=float(_margins(logits[:count]).min()) if count else None)
 
 
 def _parted(logits: Array, index: int, mine: str, theirs: str) -> Greedy:

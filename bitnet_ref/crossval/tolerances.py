@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .types import Wide
+
 EPSILON = float(np.finfo(np.float32).eps)
 
 # -- a backend's op against float64: at most twice the float32 reference's error, plus a floor -------------------------
@@ -166,14 +168,22 @@ NARROW_TIE = 6
 LOGPROB_SHARE = 0.2
 
 
-def near_tie(engine_dtype: str, logits: NDArray[np.floating]) -> NDArray[np.float64]:
+def near_tie(engine_dtype: str, logits: NDArray[np.floating]) -> Wide:
     """How far behind the best logit a token may be that an engine of this dtype chose.   (n, V) -> (n,)"""
     finite = np.where(np.isfinite(logits), logits, 0).astype(np.float64)
-    tie: NDArray[np.float64] = np.minimum(NEAR_TIE, NEAR_TIE_SHARE * finite.std(axis=1))
+    tie: Wide = np.minimum(NEAR_TIE, NEAR_TIE_SHARE * finite.std(axis=1))
     if engine_dtype == "float32":
         return tie
-    size = np.sqrt((finite * finite).mean(axis=1))
-    return np.asarray(tie + NARROW_TIE * LOGITS_ROUNDING[engine_dtype] * size)
+    return np.asarray(tie + narrow_tie(engine_dtype, finite))
+
+
+def narrow_tie(engine_dtype: str, logits: Wide) -> Wide:
+    """How far apart two logits, or scores, may be that an engine in a narrow float takes for each other.
+
+    (n, V) -> (n,)
+    """
+    size = np.sqrt((logits * logits).mean(axis=1))
+    return np.asarray(NARROW_TIE * LOGITS_ROUNDING[engine_dtype] * size)
 
 
 # -- gradients and changes of masters in training ----------------------------------------------------------------------
@@ -213,7 +223,7 @@ VALUES_PER_FLIP = 40_000
 FEW_FLIPS = 3
 
 
-def near_half(depth: int, tokens: int) -> NDArray[np.float64]:
+def near_half(depth: int, tokens: int) -> Wide:
     """How near to a half an activation is that float32 noise may flip, in int8 steps, by its position.   -> (tokens,)
 
     depth: layers before it.
@@ -235,7 +245,7 @@ UNUSED_EXCESS = 10.0
 TIES_IN_A_ROW = 24
 
 
-def angle_drift(kind: str, depth: int | None, tokens: int) -> NDArray[np.float64]:
+def angle_drift(kind: str, depth: int | None, tokens: int) -> Wide:
     """What another engine's tensor may be off by beyond its tolerance, its angles being float32.   -> (tokens,)"""
     affected = kind == "rope" or (depth is not None and tolerance_of(kind, own_engine=False).chain > 0)
     return np.arange(tokens).astype(np.float64) * float(OTHER_ANGLES * EPSILON * affected)

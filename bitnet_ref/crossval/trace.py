@@ -15,7 +15,6 @@ A run is written while it is computed and read one tensor, or a few rows, at a t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from .calls import SequenceRun, calls_metadata, read_calls
 from .names import INT8, op_order
+from .types import StrPath, Tensors, Tokens
 
 FORMAT, VERSION = "bitnet_ref.trace", 1
 ENGINE_DTYPES = ("float32", "bfloat16", "float16")
@@ -103,11 +103,7 @@ class _FileRecorder(Recorder):
 
 
 def record_to_file(
-    model: LoadedModel,
-    tokens: Sequence[int],
-    path: str | os.PathLike[str],
-    names: NamesFilter = None,
-    prompt: str | None = None,
+    model: LoadedModel, tokens: Tokens, path: StrPath, names: NamesFilter = None, prompt: str | None = None
 ) -> Array:
     """Run the model over the tokens and write the tensors whose names match (None: all) while they are computed.
 
@@ -131,13 +127,13 @@ def record_to_file(
 
 
 def trace_metadata(
-    token_ids: Sequence[int],
+    token_ids: Tokens,
     *,
     engine: str,
     prompt: str | None = None,
     engine_dtype: str = "float32",
     calls: Sequence[Any] | None = None,
-    sequences: Sequence[int] | None = None,
+    sequences: Tokens | None = None,
 ) -> dict[str, str]:
     """The metadata of a trace, as strings. calls, sequences: as `read_calls` reads them."""
     metadata = {
@@ -152,15 +148,15 @@ def trace_metadata(
 
 
 def write_trace(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Array],
-    token_ids: Sequence[int],
+    path: StrPath,
+    tensors: Tensors,
+    token_ids: Tokens,
     *,
     engine: str,
     prompt: str | None = None,
     engine_dtype: str = "float32",
     calls: Sequence[Any] | None = None,
-    sequences: Sequence[int] | None = None,
+    sequences: Tokens | None = None,
 ) -> None:
     """Write arrays as a trace, for a script around another engine. Raises FormatError for a dtype it cannot hold."""
     from safetensors.numpy import save  # here, so that traces are read where it is not installed: in a browser
@@ -196,7 +192,7 @@ class Trace(SafetensorsFile, Mapping[str, Array]):
     Raises FormatError for a file that is no trace or is truncated.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: StrPath) -> None:
         super().__init__(path)
         try:
             self._check()
@@ -228,7 +224,7 @@ class Trace(SafetensorsFile, Mapping[str, Array]):
             raise self._bad(key, f"{message}. {_REMEDY}") from problem
         self.calls = self.sequence_calls[0] if len(self.sequences) == 1 else ()
 
-    def runs(self) -> list[Trace | SequenceRun]:
+    def runs(self) -> list[TraceRun]:
         """The run of each sequence: this trace itself, where it has one."""
         if len(self.sequences) == 1:
             return [self]
@@ -261,3 +257,6 @@ class Trace(SafetensorsFile, Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+
+TraceRun = Trace | SequenceRun  # a trace, or one sequence of it

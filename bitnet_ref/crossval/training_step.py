@@ -64,8 +64,10 @@ def small_models(config: ModelConfig) -> Iterator[tuple[ModelConfig, Masters, Ar
 
 def _check(backend: str, config: ModelConfig, masters: Masters, tokens: Array) -> tuple[str | None, float]:
     """The problem or None, and the largest relative error."""
-    if backend == "numpy":
-        return _slope(config, masters, tokens)
+    if backend == "numpy":  # without quantisation
+        trainer = Trainer(config, masters, backend="numpy")
+        trainer.mix = 0.0
+        return _slope_of(trainer, masters, tokens)
     narrow = {name: w.astype(np.float32) for name, w in masters.items()}
     ours, theirs = (Trainer(config, narrow, backend=name) for name in ("numpy", backend))
     problem, error = _compare(ours, theirs, tokens)
@@ -111,9 +113,8 @@ def _compare(ours: Trainer, theirs: Trainer, tokens: Array, most: float | None =
     (loss, gradients), (their_loss, their_gradients) = (t.loss_and_gradients(tokens) for t in (ours, theirs))
     limit = GRADIENTS["dense" if config.quantization is None or backend == "cython" else "ternary"].relative_l2
     most = limit if most is None else most
-    distances = {
-        n: float(np.linalg.norm(to_host(their_gradients[n]) - g) / np.linalg.norm(g)) for n, g in gradients.items()
-    }
+    apart = {name: to_host(their_gradients[name]) - g for name, g in gradients.items()}
+    distances = {name: float(np.linalg.norm(apart[name]) / np.linalg.norm(g)) for name, g in gradients.items()}
     worst = max(distances, key=lambda name: distances[name])
     if not abs(their_loss - loss) <= limit * loss:
         return f"the loss is {their_loss}, NumPy's {loss}", 0.0
@@ -137,14 +138,8 @@ def _updates(ours: Trainer, theirs: Trainer, gradients: Masters) -> str | None:
     return None
 
 
-def _slope(config: ModelConfig, masters: Masters, tokens: Array) -> tuple[str | None, float]:
-    """Without quantisation, in float64: the loss's slope along the gradient is the gradient's squared length."""
-    trainer = Trainer(config, masters, backend="numpy")
-    trainer.mix = 0.0
-    return _slope_of(trainer, masters, tokens)
-
-
 def _slope_of(trainer: Trainer, masters: Masters, tokens: Array) -> tuple[str | None, float]:
+    """In float64: the loss's slope along the gradient is the gradient's squared length."""
     _, gradients = trainer.loss_and_gradients(tokens)
     squared, losses = sum(float(np.vdot(g, g)) for g in gradients.values()), []
     step = 1e-4 / squared**0.5

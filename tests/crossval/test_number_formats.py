@@ -11,8 +11,9 @@ import pytest
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
-from bitnet_ref.crossval.explain import delta_steps, edits, expert_steps
+from bitnet_ref.crossval.explain import delta_steps, expert_steps
 from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.edits import descriptions
 from bitnet_ref.crossval.explain.number_formats import (
     FLOATS,
     MATRICES,
@@ -151,7 +152,7 @@ def test_a_mistake_of_a_family_s_step_is_described(path: Path, name: str, words:
     tokens, calls = [1, 17, 5, 23, 9, 42, 3, 3], (5, 1, 1, 1) if path == HYBRID else ()
     right = replace(Setting.of(model, tokens), calls=calls)
     step = right.steps[f"blocks.0.{name}"]
-    every = chain(*(module.descriptions(step) for module in (expert_steps, delta_steps, edits)))
+    every = chain(*(module.descriptions(step) for module in (expert_steps, delta_steps, descriptions)))
     edit = next(d.edit for d in every if words in d.text)
     trace = Run(right.with_edits({step.name: edit}).run())
     trace.calls = calls

@@ -5,7 +5,6 @@ The program is run as its own documentation says, at temperature 0, on a GGUF, a
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from ..outputs.causes import explain_tokens, judge_tokens
 from ..outputs.given import GivenRun
 from ..report import Crossing
 from ..token_ids import compare_text
+from ..types import StrPath
 
 NAME = "bitnet.cpp"
 _TIMEOUT_S = 600
@@ -32,7 +32,7 @@ SHORT_PROMPTS = ("She said", "The")  # BOS is a large part of them
 
 
 def cross_bitnet_cpp(
-    source: str | os.PathLike[str],
+    source: StrPath,
     binary: str,
     *,
     prompt: str = PROMPT,

@@ -16,22 +16,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...api import Model
-from ...backends import Backend
-from ..calls import SequenceRun
 from ..compare import Comparison, View
 from ..explain.diagnose import Diagnoses, diagnose
 from ..explain.replay import judge_trace
-from ..opponents import compare_free, record_reference
+from ..opponents import compare_free, record_reference, reference_of
 from ..report import Crossing
-from ..trace import Trace
+from ..trace import TraceRun
 
 _RECORDERS = Path(__file__).parent / "recorders"
 TIMEOUT_S = 600.0
 _TAIL = 300  # characters of an engine's error output that are shown
 
 Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
-Judge = Callable[[Crossing, Model, Trace | SequenceRun], None]
-Explain = Callable[[Crossing, Model, Trace | SequenceRun], Diagnoses]
+Judge = Callable[[Crossing, Model, TraceRun], None]
+Explain = Callable[[Crossing, Model, TraceRun], Diagnoses]
 _CAUSES_S = 60.0  # of processor time, for the cause of a difference
 
 
@@ -56,10 +54,8 @@ class ExternalEngine:
 
     def missing(self, python: str | None = None) -> str | None:
         """Why the engine cannot run in that interpreter (None: this one), or None when it can."""
-        code = (
-            "import importlib.util as u, json, sys\n"
-            "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
-        )
+        absent = "[m for m in sys.argv[1:] if u.find_spec(m) is None]"
+        code = f"import importlib.util as u, json, sys; print(json.dumps({absent}))"
         try:
             done = _run([python or sys.executable, "-c", code, *self.modules], 60)
         except (OSError, subprocess.TimeoutExpired) as problem:
@@ -70,10 +66,8 @@ class ExternalEngine:
         if not missing:
             return None
         place = "" if python is None else f" in {python}"
-        return (
-            f"{', '.join(missing)} not installed{place}: pip install {self.pip}, or name an interpreter that has it "
-            "with --python"
-        )
+        install = f"pip install {self.pip}, or name an interpreter that has it with --python"
+        return f"{', '.join(missing)} not installed{place}: {install}"
 
     def record(
         self, jobs: Sequence[Mapping[str, Any]], python: str | None = None, timeout_s: float = TIMEOUT_S
@@ -124,14 +118,14 @@ def search_causes(reference: Model, run: View, comparison: Comparison) -> Diagno
     return diagnose(reference, run.token_ids, run, comparison, budget_s=_CAUSES_S)
 
 
-def explain_by_contract(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:
+def explain_by_contract(crossing: Crossing, model: Model, trace: TraceRun) -> Diagnoses:
     """The causes of the difference that `judge_by_contract` has found last."""
-    return search_causes(model.on(Backend("float32", model.backend.threads)), View(trace), crossing.comparisons[-1])
+    return search_causes(reference_of(model), View(trace), crossing.comparisons[-1])
 
 
-def judge_by_contract(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def judge_by_contract(crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """As `cross_trace`: op by op on the run's own inputs, where it recorded integers, and free-running."""
-    reference = model.on(Backend("float32", model.backend.threads))
+    reference = reference_of(model)
     if trace.carries_inputs and trace.engine_dtype == "float32":
         crossing.comparisons.append(judge_trace(reference, trace))
     with record_reference(reference, trace.token_ids) as right:

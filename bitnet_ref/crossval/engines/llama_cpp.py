@@ -22,10 +22,10 @@ Source: ggml/src/ggml-quants.c, quantize_row_q8_K_ref; llama.cpp, src/models/bit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,14 +41,15 @@ from ...formats.gguf.file import open_gguf
 from ...formats.open import open_checkpoint
 from ...reference.layers import Array
 from ...reference.weights import DenseWeight, LinearWeight
-from ..calls import SequenceRun
 from ..compare import Comparison, View, compare
 from ..explain.diagnose import Diagnoses
 from ..explain.hypotheses.activations import BlockwiseBackend
 from ..explain.replay import judge_trace
 from ..names import ACC, INT8, NORMALIZED, SCALE, first_rows, linear_input
+from ..opponents import reference_of
 from ..report import Crossing, evidence
-from ..trace import Trace
+from ..trace import TraceRun
+from ..types import Tensors
 from .engine import Attempt, ExternalEngine, Prepared, search_causes
 
 ENGINE = ExternalEngine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
@@ -72,14 +73,9 @@ def attempts(path: Path) -> list[Attempt]:
     kinds = ("tq1_0", "tq2_0") if ternary and divisible else ("f32",)
     rules = [_BLOCKS if kinds[0] != "f32" else _FLOATS] * bool(ternary)
     rules += [_SILU] * (config.sub_norms and config.activation != "silu")
-    return [
-        Attempt(
-            f"llama.cpp {kind}",
-            partial(_prepare, path, kind),
-            partial(_judge, kind if ternary else None, "; ".join(rules) or None),
-        )
-        for kind in kinds
-    ]
+    rule = "; ".join(rules) or None
+    judges = {kind: partial(_judge, kind if ternary else None, rule) for kind in kinds}
+    return [Attempt(f"llama.cpp {kind}", partial(_prepare, path, kind), judges[kind]) for kind in kinds]
 
 
 _EXACT, _EIGHT_BITS, _RULE = "float32", "8-bit activations", "8-bit activations, by rule"
@@ -114,10 +110,17 @@ def _activations_of(path: Path) -> str:
 
 def _own_file(rounding: str, path: Path, folder: Path) -> Prepared:
     model = load(path, backend="numpy", activations="blocks" if rounding == _RULE else "auto")
-    config = model.config
-    heads = [config.num_attention_heads, config.num_key_value_heads]
-    job = {"model": str(path), "interleaved": _is_interleaved(path), "heads": heads}
-    return model, {**job, "long_names": [f"*.{NORMALIZED}", "*.hook_z", "*.hook_post"]}
+    return model, _job(path, model, _is_interleaved(path))
+
+
+def _job(file: Path, model: Model, is_interleaved: bool) -> dict[str, Any]:
+    heads = [model.config.num_attention_heads, model.config.num_key_value_heads]
+    long_names = [
+        f"*.{NORMALIZED}",
+        "*.hook_z",
+        "*.hook_post",
+    ]  # it has no int8 tensors: the inputs of linears show flips
+    return {"model": str(file), "interleaved": is_interleaved, "heads": heads, "long_names": long_names}
 
 
 def _is_interleaved(path: Path) -> bool:
@@ -127,25 +130,22 @@ def _is_interleaved(path: Path) -> bool:
     return known is not None and known[1].permuted
 
 
-def _by_rule(model: Model) -> Model:
-    """The model with ggml's products: inputs of a matrix in 16 bits are rounded to its type."""
-    return Model(model.config, ruled_weights(model.weights), model.backend, model.path)
-
-
-def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """By ggml's rule; or against dequantised weights with float activations, with the tolerance of its roundings.
 
     Products with 16-bit matrices are computed with inputs of their type first. Where that does not give llama.cpp's
     tensors, as of an ARM kernel that sums in float16, the tolerance decides.
     """
-    reference = dense_model(model.on(Backend("float32", model.backend.threads)))
+    reference = dense_model(reference_of(model))
     run, alone = View(trace), View(trace)
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
     alone.engine_dtype = {_EIGHT_BITS: f"{rounding}, alone", _RULE: _EXACT}.get(rounding, rounding)
-    is_typed = rounding in (_ROUNDS["F16"], _ROUNDS["BF16"])
-    by_op = judge_trace(_by_rule(reference), trace) if is_typed else judge_trace(reference, alone)
-    is_exact = is_typed and bool(by_op.agrees)
-    if is_typed and not is_exact:
+    is_exact = False
+    if rounding in (_ROUNDS["F16"], _ROUNDS["BF16"]):  # ggml's products: inputs of a matrix are rounded to its type
+        ruled = Model(reference.config, ruled_weights(reference.weights), reference.backend, reference.path)
+        by_op = judge_trace(ruled, trace)
+        is_exact = by_op.agrees
+    if not is_exact:
         by_op = judge_trace(reference, alone)
     if by_op.ops:
         crossing.comparisons.append(by_op)
@@ -163,9 +163,9 @@ def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trac
     crossing.evidence = evidence(right, run, free)
 
 
-def _explain_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:
+def _explain_own_file(rounding: str, crossing: Crossing, model: Model, trace: TraceRun) -> Diagnoses:
     """The causes of the difference that `_judge_own_file` has found last."""
-    reference, run = dense_model(model.on(Backend("float32", model.backend.threads))), View(trace)
+    reference, run = dense_model(reference_of(model)), View(trace)
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
     return search_causes(reference, run, crossing.comparisons[-1])
 
@@ -176,13 +176,9 @@ def _prepare(path: Path, kind: str, folder: Path) -> Prepared:
         _adapt_config(checkpoint)
         config = checkpoint.config
         write_gguf_model(checkpoint, file, kind, dense_type="F32")
-    heads = [config.num_attention_heads, config.num_key_value_heads]
     # A ternary file rounds the scales, so the model is read from the file
     model = load(path if config.quantization is None and not config.sub_norms else file, backend="numpy")
-    interleaved = architectures()[architecture(config)][1].permuted
-    job = {"model": str(file), "interleaved": interleaved, "heads": heads}
-    # It has no int8 tensors: `_count_unflipped` finds flips by the inputs of linears
-    return model, {**job, "long_names": [f"*.{NORMALIZED}", "*.hook_z", "*.hook_post"]}
+    return model, _job(file, model, architectures()[architecture(config)][1].permuted)
 
 
 def _adapt_config(checkpoint: Checkpoint) -> None:
@@ -193,9 +189,9 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
         raise ConfigError("llama.cpp's architecture llama attends to all tokens", field="sliding_window")
 
 
-def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: TraceRun) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
-    plain = model.on(Backend("float32", model.backend.threads))
+    plain = reference_of(model)
     reference, tokens, crossing.rule = dense_model(plain) if kind == "f32" else plain, len(trace.token_ids), rule
     if kind in (None, "f32"):
         crossing.comparisons.append(judge_trace(reference, trace))
@@ -225,14 +221,12 @@ def block_rule(model: Model) -> Backend:
     return Backend("float32", threads) if widths == {BLOCK} else BlockwiseBackend(BLOCK, threads)
 
 
-def first_tokens(run: Mapping[str, Array], count: int) -> dict[str, Array]:
+def first_tokens(run: Tensors, count: int) -> dict[str, Array]:
     """A run cut to its first tokens."""
     return {name: first_rows(name, np.asarray(run[name]), count) for name in run}
 
 
-def _compare_beginning(
-    right: Mapping[str, Array], trace: Trace | SequenceRun, reference: Model, tokens: int
-) -> list[Comparison]:
+def _compare_beginning(right: Tensors, trace: TraceRun, reference: Model, tokens: int) -> list[Comparison]:
     """Of the tokens before the first rounding flip, where there are any."""
     if not tokens:
         return []
@@ -243,21 +237,20 @@ def _compare_beginning(
     return [free]
 
 
-def _count_equally_rounded(right: Mapping[str, Array], trace: Trace | SequenceRun, model: Model) -> int:
+def _count_equally_rounded(right: Tensors, trace: TraceRun, model: Model) -> int:
     """The number of tokens before the first one with an input that ggml's rule rounds differently in the two runs."""
     first = len(trace.token_ids)
     for name, w in model.weights.linears():
         source = linear_input(name, model.config)
         if isinstance(w, RuledLinear) and w.inputs in WIDTHS and source in trace and source in right:
-            both = (
-                np.asarray(run[source], dtype=np.float32).reshape(len(trace.token_ids), -1) for run in (right, trace)
-            )
+            count = len(trace.token_ids)
+            both = (np.asarray(run[source], dtype=np.float32).reshape(count, -1) for run in (right, trace))
             mine, theirs = (round_inputs(x, w.inputs).x_q for x in both)
             first = min([first, *np.flatnonzero((mine != theirs).any(axis=1)).tolist()])
     return first
 
 
-def _count_unflipped(right: dict[str, np.ndarray], trace: Trace | SequenceRun, backend: Backend, model: Model) -> int:
+def _count_unflipped(right: dict[str, np.ndarray], trace: TraceRun, backend: Backend, model: Model) -> int:
     """The number of tokens before the first one with an activation that rounds differently from the reference's."""
     first = len(trace.token_ids)
     for name in right:

@@ -12,12 +12,12 @@ from ...api import Model, load
 from ...errors import BitNetRefError, ConfigError
 from ...formats.open import find_model
 from ...reference.config import ModelConfig
-from ..calls import SequenceRun
 from ..compare import View, compare
 from ..opponents import default_tokens
 from ..report import Crossing, FurtherRun
 from ..runs import FEW_NAMES, plan
-from ..trace import Trace
+from ..trace import Trace, TraceRun
+from ..types import StrPath, Tokens
 from . import llama_cpp, onnxruntime, transformers
 from .engine import Attempt, ExternalEngine, Outcome
 
@@ -27,12 +27,12 @@ ENGINES: dict[str, ExternalEngine] = {name: module.ENGINE for name, module in _M
 
 def cross_engine(
     name: str,
-    source: str | os.PathLike[str],
-    tokens: Sequence[int] | None = None,
+    source: StrPath,
+    tokens: Tokens | None = None,
     *,
     python: str | None = None,
     only: Sequence[str] | None = None,
-    long: Sequence[int] | None = None,
+    long: Tokens | None = None,
     runs: Sequence[str] = (),
 ) -> list[Crossing]:
     """Every variant of the engine "transformers", "llama_cpp" or "onnxruntime" (dtypes, file formats) on one model.
@@ -56,8 +56,8 @@ def _run_attempts(
     engine: ExternalEngine,
     python: str | None,
     attempts: Sequence[Attempt],
-    tokens: Sequence[int],
-    long: Sequence[int] | None,
+    tokens: Tokens,
+    long: Tokens | None,
     runs: Sequence[str],
 ) -> list[Crossing]:
     """Prepare each attempt's file, record them all in one process, judge each."""
@@ -115,7 +115,7 @@ def _run_attempts(
     return crossings
 
 
-def _explain(crossing: Crossing, judged: Crossing, attempt: Attempt, model: Model, trace: Trace | SequenceRun) -> None:
+def _explain(crossing: Crossing, judged: Crossing, attempt: Attempt, model: Model, trace: TraceRun) -> None:
     """Look for the causes of the first run that differs."""
     if attempt.explain is not None and judged.comparisons and not crossing.causes:
         crossing.causes = attempt.explain(judged, model, trace)

@@ -12,10 +12,9 @@ from ...formats.checkpoint import Checkpoint, is_ternary, linear_names
 from ...formats.hf.writer import write_hf
 from ...formats.open import open_checkpoint
 from ...system.json_file import read_json_object
-from ..calls import SequenceRun
 from ..report import Crossing
 from ..tolerances import NARROW_FLOATS
-from ..trace import Trace
+from ..trace import TraceRun
 from .engine import Attempt, ExternalEngine, Prepared, explain_by_contract, judge_by_contract
 
 ENGINE = ExternalEngine("transformers", ("transformers", "torch", "accelerate"), "'transformers>=5' torch accelerate")
@@ -41,15 +40,14 @@ def attempts(path: Path) -> list[Attempt]:
             variants.append(("transformers float32, packed", "float32", True))
             if _is_readable(path) and not _config(path).get("quantization_config"):
                 unavailable = _TAKES_MASTERS
-    return [
-        Attempt(
-            name, partial(_prepare, path, dtype, packed), _judge, None if packed else unavailable, explain_by_contract
-        )
-        for name, dtype, packed in variants
-    ]
+    out = []
+    for name, dtype, packed in variants:
+        prepare, reason = partial(_prepare, path, dtype, packed), None if packed else unavailable
+        out.append(Attempt(name, prepare, _judge, reason, explain_by_contract))
+    return out
 
 
-def _judge(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+def _judge(crossing: Crossing, model: Model, trace: TraceRun) -> None:
     judge_by_contract(crossing, model, trace)
     if trace.engine_dtype == "bfloat16":
         crossing.rule = _BFLOAT16
@@ -68,6 +66,11 @@ def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
             path = folder / "model"
             path.mkdir()
             write_hf(checkpoint, path, kind)
+    return load_for(path, dtype)
+
+
+def load_for(path: Path, dtype: str | None) -> Prepared:
+    """A folder's model, and the job for the recorder.   dtype: None is the folder's own"""
     model = load(path, backend="numpy")
     # dynamic RoPE depends on the length of the call: only one token per call gives each token its own angles
     one_at_a_time = model.config.rope.rope_type in ("dynamic", "longrope")

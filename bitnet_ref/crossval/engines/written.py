@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +18,7 @@ from ..report import Crossing
 from ..runs import FEW_NAMES
 from ..tolerances import LOGITS_FLOOR
 from ..trace import Trace
+from ..types import StrPath
 from . import llama_cpp, onnxruntime, transformers
 from .engine import TIMEOUT_S, ExternalEngine, Judge, judge_by_contract
 
@@ -43,9 +43,7 @@ class EngineRun(NamedTuple):
         return self.status in ("differs", "fails")
 
 
-def run_written(
-    path: str | os.PathLike[str], to: str, *, python: str | None = None, timeout_s: float = TIMEOUT_S
-) -> EngineRun | None:
+def run_written(path: StrPath, to: str, *, python: str | None = None, timeout_s: float = TIMEOUT_S) -> EngineRun | None:
     """Run a few tokens of what `convert` wrote to `path` as `to`, and compare with the reference on the same file.
 
     The engine runs in a process of its own; the whole model is in memory there, and then here.
@@ -102,11 +100,8 @@ _Prepared = tuple[Model, Mapping[str, Any], Judge]
 
 
 def _folder(path: Path) -> _Prepared:
-    model = load(path, backend="numpy")
-    # as the reference, which gives each token the angles of its own position
-    one_at_a_time = model.config.rope.rope_type in ("dynamic", "longrope")
-    job = {"model": str(path), "dtype": None, "one_at_a_time": one_at_a_time, "names": FEW_NAMES}
-    return model, job, judge_by_contract
+    model, job = transformers.load_for(path, None)
+    return model, {**job, "names": FEW_NAMES}, judge_by_contract
 
 
 def _gguf(path: Path) -> _Prepared:

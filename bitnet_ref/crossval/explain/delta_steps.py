@@ -1,4 +1,4 @@
-"""Small edits of a DeltaNet's own steps, beside those that apply to every step (`edits.py`).
+"""Small edits of a DeltaNet's own steps, beside those that apply to every step (`edits`).
 
 Most are one part of a formula exchanged for another: the function of a gate, the order of heads or channels of one
 factor, the length that q and k are divided by, a factor of the memory's update. The file of the family has those that
@@ -33,7 +33,9 @@ from ...families.qwen3_5 import (
     taps,
 )
 from ...reference.layers import ACTIVATIONS, Floats, silu
-from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide, with_other
+from .edits.by_token import OTHER_ACTIVATIONS
+from .edits.changes import changes, orders
+from .edits.kinds import Change, Description, Family, wide, with_other
 from .number_formats import ROUNDED, Format, blocks_of, to_integers
 from .variants import Step
 
@@ -43,7 +45,7 @@ GATES = {each.words: each.function for each in ACTIVATIONS.values()} | OTHER_ACT
 
 def descriptions(step: Step) -> Iterator[Description]:
     """Other formulas of a DeltaNet's step, and of the output gate that attention has as well."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     if kind == "hook_gated_z":
         yield from _gates(step)
     elif kind in _OWN and any(isinstance(x, DeltaLayer) for x in step.inputs):
@@ -52,7 +54,7 @@ def descriptions(step: Step) -> Iterator[Description]:
 
 def families(step: Step) -> Iterator[Family]:
     """Constants in the memory's inputs."""
-    kind, shape = step.name.rpartition(".")[2], next((x.delta for x in step.inputs if isinstance(x, DeltaLayer)), None)
+    kind, shape = step.kind, next((x.delta for x in step.inputs if isinstance(x, DeltaLayer)), None)
     parts = {"hook_state": "kv", "hook_delta_out": "q"}.get(kind, "") if shape is not None else ""
     if parts == "kv":
         for words, right, change in _ALPHAS_BY:

@@ -12,25 +12,19 @@ import numpy as np
 
 from ...families.family import Edit, Hypothesis
 from ..compare import View
-from ..names import layer_of
-from .edits import Description
+from ..names import hook_of, layer_of, role
+from .edits.kinds import Description
 from .evidence import Evidence, tensors_left
 from .site import Explanation, Report, Site, say
 from .variants import IMPOSSIBLE, Setting, Step, is_same
-from .wording import remedy, role, scope_in_words
+from .wording import remedy, scope_in_words
 
-RELATED = (
-    {"hook_rot_q", "hook_rot_k"},
-    {"hook_rot_k", "hook_v"},
-    {"hook_resid_mid", "hook_resid_post"},
-    {"hook_attn_out", "hook_mlp_out"},
-    {"hook_embed", "hook_out"},
-    {"hook_attn_scores", "hook_z"},
-    {"hook_q", "hook_k", "hook_v"},
-    {"hook_state", "hook_delta_out"},
-    {"hook_x_scale", "hook_x_int8"},
+RELATED = (  # one mistake in all
+    {"hook_rot_q", "hook_rot_k"}, {"hook_rot_k", "hook_v"}, {"hook_resid_mid", "hook_resid_post"},
+    {"hook_attn_out", "hook_mlp_out"}, {"hook_embed", "hook_out"}, {"hook_attn_scores", "hook_z"},
+    {"hook_q", "hook_k", "hook_v"}, {"hook_state", "hook_delta_out"}, {"hook_x_scale", "hook_x_int8"},
     {"hook_pre", "hook_pre_linear", "hook_expert_out"},
-)  # one mistake in all
+)  # fmt: skip
 
 
 @dataclass
@@ -129,11 +123,11 @@ def _spread_out(evidence: Evidence, explanation: Explanation, shown: str) -> Fin
 
 def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, Edit]) -> Iterator[dict[str, Edit]]:
     """The same edit in more steps, the widest set first: a mistake may not show in every step that has it."""
-    kinds, roles = {n.rpartition(".")[2] for n in edits}, {role(n) for n in edits}
+    kinds, roles = {hook_of(n) for n in edits}, {role(n) for n in edits}
     layers = {layer_of(n) for n in edits}
     shapes = _shape_of(evidence.steps[explanation.names[0]])
     for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
-        names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
+        names = [n for n in evidence.steps if (hook_of(n) in kinds if kinds_only else role(n) in roles)]
         names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
         if kinds_only:  # not in a step that it cannot change: it would undo another mistake there
             own = {n for n in names if n in edits or (role(n) in roles and n not in evidence.setting.edits)}
@@ -172,18 +166,17 @@ def work_through(setting: Setting, view: View, first: str | None = None) -> str:
 def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     """The explanation's edit in all steps where it explains the engine's tensors."""
     edits = dict.fromkeys(explanation.names, explanation.edit)
-    own_kinds = {name.rpartition(".")[2] for name in explanation.names}
+    own_kinds = {hook_of(name) for name in explanation.names}
     kinds = own_kinds.union(*(group for group in RELATED if own_kinds & group))
     for name in evidence.wrong[1:]:
         if name in edits:
             continue
         layer, stretch = layer_of(name), evidence.stretch(name)
-        moved_there = (
-            n if layer is None or layer_of(n) is None else f"blocks.{layer}.{role(n)}" for n in explanation.names
-        )
+        block = "" if layer is None else f"blocks.{layer}."
+        moved_there = (n if not block or layer_of(n) is None else block + role(n) for n in explanation.names)
         tries = [[n for n in moved_there if n in stretch]]
-        tries.append([n for n in stretch if n.rpartition(".")[2] in own_kinds])
-        tries += [[n] for n in stretch[:8] if n.rpartition(".")[2] in kinds]
+        tries.append([n for n in stretch if hook_of(n) in own_kinds])
+        tries += [[n] for n in stretch[:8] if hook_of(n) in kinds]
         for unit in tries:
             if unit and all(n in evidence.steps for n in unit):
                 wider = {n: e for n, e in edits.items() if n in stretch} | dict.fromkeys(unit, explanation.edit)

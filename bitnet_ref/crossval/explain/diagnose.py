@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,12 +20,12 @@ import numpy as np
 from ...backends.loaded import LoadedModel
 from ...backends.record import sibling
 from ...families.family import Hypothesis
-from ...reference.layers import Array
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import INT8, LOGITS, SCALE
 from ..tolerances import EXPLAINED_SHARE, FLIPPED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
+from ..types import Tensors, Tokens
 from .describe import Finding, differing_tensors, find
-from .edits import Description
+from .edits.kinds import Description
 from .evidence import tensors_left
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import prompt_hypotheses, tokenizer_of
@@ -135,8 +135,8 @@ class Watch:
 
 def diagnose(
     model: LoadedModel,
-    tokens: Sequence[int],
-    candidate: Mapping[str, Array],
+    tokens: Tokens,
+    candidate: Tensors,
     comparison: Comparison,
     *,
     thorough: bool = True,
@@ -217,18 +217,19 @@ def _change_all(changes: Sequence[Change], setting: Setting) -> Setting | None:
 
 def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
     """One diagnosis of several mistakes that agree with the candidate only together."""
-    return Diagnosis(
-        " + ".join(d.name for d in mistakes),
-        "; and ".join(d.cause for d in mistakes),
-        " ".join(d.remedy.rstrip(".") + "." for d in mistakes),
-        confirmed=True,
-        logit_error_before=mistakes[0].logit_error_before,
-        logit_error=mistakes[-1].logit_error,
-    )
+    errors = mistakes[0].logit_error_before, mistakes[-1].logit_error
+    together = Diagnosis(*joined(mistakes), confirmed=True)
+    return replace(together, logit_error_before=errors[0], logit_error=errors[1])
+
+
+def joined(mistakes: Iterable[Any]) -> tuple[str, str, str]:
+    """Name, cause and remedy of several mistakes that are made at once."""
+    names, causes, remedies = zip(*((d.name, d.cause, d.remedy.rstrip(".") + ".") for d in mistakes), strict=True)
+    return " + ".join(names), "; and ".join(causes), " ".join(remedies)
 
 
 def diagnose_prompt(
-    model: LoadedModel, tokens: Sequence[int], candidate_tokens: Sequence[int], prompt: str | None = None
+    model: LoadedModel, tokens: Tokens, candidate_tokens: Tokens, prompt: str | None = None
 ) -> list[Diagnosis]:
     """Why a candidate has other token ids for the same prompt. Empty when the ids are equal."""
     right, wrong = [int(t) for t in tokens], [int(t) for t in candidate_tokens]
@@ -280,12 +281,12 @@ class _Search:
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
         likely = [h for h in hypotheses if any(map(h.is_at, span))]
         self._test_all(likely, expected=True)
-        if not self.forced and not any(d.confirmed for d in self.diagnoses):
+        if not self.forced and not self.is_confirmed:
             with self._noting("descriptions of the first wrong tensor"):
                 self._describe(hypotheses)
-        if self.thorough and not any(d.confirmed for d in self.diagnoses):
+        if self.thorough and not self.is_confirmed:
             self._test_all([h for h in hypotheses if h not in likely], expected=False)
-        if not (self.forced or self.parts or any(d.confirmed for d in self.diagnoses)):
+        if not (self.forced or self.parts or self.is_confirmed):
             with self._noting("two edits of the first wrong tensor"):
                 self._describe(hypotheses, self.made)
         with self._noting("which tensor tells the causes apart"):
@@ -297,6 +298,10 @@ class _Search:
         if 1 < len(furthest) < 8:  # a mistake may be in a part of the steps that it has a name for
             self.parts[: len(furthest)] = sorted(furthest, key=self._count_left)
         return _rank(self.diagnoses)
+
+    @property
+    def is_confirmed(self) -> bool:
+        return any(d.confirmed for d in self.diagnoses)
 
     def _count_left(self, part: Diagnosis) -> float:
         """How many tensors are wrong with a mistake."""
@@ -366,20 +371,11 @@ class _Search:
 
     def _is_recorded(self, name: str) -> bool:
         """Whether the candidate has the tensor, under this name or as the same numbers under another."""
-        array = self.reference[name]
-        return any(
-            array.size == x.size and np.array_equal(array.reshape(-1), x.reshape(-1))
-            for recorded in self.candidate
-            if (x := self.reference.get(recorded)) is not None
-        )
+        recorded = [self.reference[each] for each in self.candidate if each in self.reference]
+        return any(np.array_equal(self.reference[name].reshape(-1), x.reshape(-1)) for x in recorded)
 
     def _judge(
-        self,
-        made: Hypothesis | Finding,
-        confirmed: bool,
-        first: str | None,
-        error: float | None,
-        expected: bool = True,
+        self, made: Hypothesis | Finding, confirmed: bool, first: str | None, error: float | None, expected: bool = True
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
         share, moved, example = EXPLAINED_SHARE, False, ""
@@ -437,7 +433,7 @@ class _Search:
             span.append(sibling(self.first, SCALE))
         return span
 
-    def _logit_error(self, tensors: Mapping[str, Array]) -> float | None:
+    def _logit_error(self, tensors: Tensors) -> float | None:
         """Relative L2 of the candidate's logits; of the last token's where it has only those."""
         logits = self.candidate.get(LOGITS)
         if logits is None or LOGITS not in tensors or logits.size % tensors[LOGITS].shape[-1]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...families.family import LINEAR, NORM, Edit, like
 from ...reference.layers import Array
@@ -18,6 +17,7 @@ from ..compare import View, fits
 from ..metrics import MASKED, recorded_dtype, tensor_of
 from ..names import find_step, is_by_head, op_inputs, op_kind
 from ..tolerances import EPSILON, RECORDED_ROUNDING, tolerance_of
+from ..types import Mask
 from .variants import IMPOSSIBLE, Setting, Step, edit_copies
 from .wording import example
 
@@ -52,7 +52,7 @@ class Target:
         self.right_close = self.close(self.right)
         self.error = self.distance(self.right)
 
-    def close(self, mine: Array) -> NDArray[np.bool_]:
+    def close(self, mine: Array) -> Mask:
         mine = mine.reshape(self.theirs.shape).astype(np.float64)
         with np.errstate(all="ignore"):
             if self.exact:
@@ -72,7 +72,7 @@ class Target:
     def agrees(self) -> bool:
         return self.fits_but_for_flips(self.right_close, self.right)
 
-    def fits_but_for_flips(self, close: NDArray[np.bool_], mine: Array) -> bool:
+    def fits_but_for_flips(self, close: Mask, mine: Array) -> bool:
         if close.all():
             return True
         if self.exact and self.name.endswith("hook_x_int8"):  # x * scale within rounding of a half
@@ -85,7 +85,7 @@ class Target:
             error = np.linalg.norm((mine.reshape(self.theirs.shape) - self.theirs)[rows])
         return bool(rows.mean() <= FLIPPED_ROWS and error <= FLIP_ERROR * np.linalg.norm(self.theirs[rows]))
 
-    def is_rounded(self, mine: Array, close: NDArray[np.bool_], without: Target) -> bool:
+    def is_rounded(self, mine: Array, close: Mask, without: Target) -> bool:
         """Whether a tensor of an edit that rounds fits: a few values lie on the other side of a border.
 
         without: the same tensor without the edit.

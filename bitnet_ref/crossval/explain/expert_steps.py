@@ -1,4 +1,4 @@
-"""Small edits of the steps of a mixture of experts, beside those that apply to every step (`edits.py`).
+"""Small edits of the steps of a mixture of experts, beside those that apply to every step (`edits`).
 
 Shares are chosen, computed and normed in some way each; an edit is another choice of these. The file of the family has
 those that engines shipped with, under names of their own.
@@ -18,7 +18,8 @@ from ...families.moe import chosen_ids, expert_products
 from ...reference import layers
 from ...reference.layers import Array, Floats
 from ...reference.ops import Ops
-from .edits import Change, Description, orders, wide
+from .edits.changes import orders
+from .edits.kinds import Change, Description, wide
 from .number_formats import ROUNDED
 from .variants import Step
 
@@ -53,7 +54,7 @@ def descriptions(step: Step) -> Iterator[Description]:
     """Other formulas of a step of a mixture of experts."""
     if step.layer is None or not hasattr(layer_weights(step), "router"):
         return
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     if kind == "hook_expert_weights":
         yield from _shares(step)
     elif kind in _MATRICES:
@@ -85,7 +86,7 @@ _MATRICES = {"hook_pre": "gate_proj", "hook_pre_linear": "up_proj", "hook_expert
 def _products(experts: int) -> Iterator[Description]:
     def of(change: Callable[[Floats, Floats, Any], tuple[Floats, Any]]) -> Edit:
         def edit(step: Step, compute: Edit, x: Floats, shares: Floats) -> Floats:
-            w = getattr(layer_weights(step), _MATRICES[step.name.rpartition(".")[2]])
+            w = getattr(layer_weights(step), _MATRICES[step.kind])
             x, w = change(x, np.take_along_axis(shares, chosen_ids(shares, w.chosen), 1), w)
             return expert_products(Ops(), np.ascontiguousarray(x, dtype=np.float32), shares, w)
 

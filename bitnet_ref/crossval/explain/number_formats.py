@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference.layers import Array, Floats
+from ..types import Wide
 
 Rule = Callable[[Floats], Floats]
 Format = tuple[str, Rule]  # what the numbers are then, after "is"; the rule
@@ -44,7 +45,7 @@ def running_sum(x: Array, dtype: Any) -> NDArray[np.float32]:
     return total.astype(np.float32)[..., None]
 
 
-def to_integers(x: Array, top: int, axis: int | tuple[int, ...] | None = -1) -> NDArray[np.float64]:
+def to_integers(x: Array, top: int, axis: int | tuple[int, ...] | None = -1) -> Wide:
     """x as multiples, up to `top`, of its largest magnitude along `axis` / top. axis None: of the whole tensor."""
     largest = np.abs(x.astype(np.float64)).max(axis, keepdims=True)
     step = np.maximum(largest, 1e-30) / top

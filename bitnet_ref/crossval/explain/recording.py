@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 from ...backends.loaded import LoadedModel
 from ...families.family import Edit, like
 from ...reference.layers import Array
 from ..compare import DIFFERS, Comparison, compare, count_tensors
-from ..names import LOGITS, is_by_head
+from ..names import LOGITS, hook_of, is_by_head, role
 from ..tolerances import UNUSED_EXCESS
-from .edits import changes
+from ..types import Tensors, Tokens
+from .edits.changes import changes
 from .variants import IMPOSSIBLE, Setting, Step, is_same
-from .wording import noun, role
+from .wording import noun
 
 
-def wrong_recording(
-    model: LoadedModel, tokens: Sequence[int], candidate: Mapping[str, Array], comparison: Comparison
-) -> str:
+def wrong_recording(model: LoadedModel, tokens: Tokens, candidate: Tensors, comparison: Comparison) -> str:
     """One sentence if the trace itself is wrong, "" if nothing says so. comparison: free-running, with a difference."""
     wrong = [op.name for op in comparison.ops if op.status == DIFFERS]
     if len(candidate) > 1 and not any(np.any(array) for array in candidate.values()):
@@ -30,7 +27,7 @@ def wrong_recording(
         return ""
     if held is None:
         return ""
-    name = wrong[0] if len(wrong) == 1 else role(wrong[0]) if len(set(map(role, wrong))) == 1 else _hook(wrong[0])
+    name = wrong[0] if len(wrong) == 1 else role(wrong[0]) if len(set(map(role, wrong))) == 1 else hook_of(wrong[0])
     text = (
         f"the logits and the other tensors are those of a right {name}, so the engine did not use these numbers "
         "(in a table above, what is computed from them differs too): look at where it is recorded"
@@ -38,15 +35,13 @@ def wrong_recording(
     return f"{text}; {held}" if held else text
 
 
-def _held_unused(
-    setting: Setting, candidate: Mapping[str, Array], comparison: Comparison, wrong: list[str]
-) -> str | None:
+def _held_unused(setting: Setting, candidate: Tensors, comparison: Comparison, wrong: list[str]) -> str | None:
     """What the first wrong tensor holds, "" if it is nothing simple.
 
     None unless only this tensor is wrong, be it in several layers, and the later ones are not what follows from it.
     """
     has_logits = any(op.name == LOGITS for op in comparison.ops)
-    if not has_logits or LOGITS in wrong or len(set(map(_hook, wrong))) != 1:
+    if not has_logits or LOGITS in wrong or len(set(map(hook_of, wrong))) != 1:
         return None
     name = wrong[0]
 
@@ -66,12 +61,7 @@ def _held_unused(
     return next((words.format(x=noun(name)) for _, words, change in rows if is_same(change(right[name]), theirs)), "")
 
 
-def _hook(name: str) -> str:
-    """The last part of a tensor's name, which is the same in every linear."""
-    return name.rpartition(".")[2]
-
-
-def _differing(tensors: Mapping[str, Array], candidate: Mapping[str, Array], setting: Setting) -> dict[str, float]:
+def _differing(tensors: Tensors, candidate: Tensors, setting: Setting) -> dict[str, float]:
     """{name: by which factor it is beyond its tolerance} of the tensors that differ."""
     ops = compare(tensors, candidate, setting.config, setting.tokens).ops
     return {op.name: op.excess for op in ops if op.status == DIFFERS}

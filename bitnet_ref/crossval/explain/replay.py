@@ -11,11 +11,9 @@ rounded an activation, the tensor is left to `compare`. So are tensors in a narr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends import Backend
 from ...backends.backend import plain_weights
@@ -28,11 +26,13 @@ from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, is_
 from ..flips import judge_flips
 from ..metrics import recorded_dtype, tensor_of
 from ..tolerances import RECORDED_ROUNDING, TABLE
-from .variants import Setting, Step, is_seen
+from ..types import Ints, Tensors
+from .attention import is_seen
+from .variants import Setting, Step
 
 
 def judge_trace(
-    model: LoadedModel, trace: Mapping[str, Array], tokens: Array | None = None, backend: Backend | None = None
+    model: LoadedModel, trace: Tensors, tokens: Array | None = None, backend: Backend | None = None
 ) -> Comparison:
     """Every op of a recorded run on its own inputs. mode "op by op".
 
@@ -62,9 +62,7 @@ def judge_trace(
 class _Replay:
     """A run of the reference that goes on with the tensors of a trace, each of which it judges."""
 
-    def __init__(
-        self, model: LoadedModel, trace: Mapping[str, Array], ids: NDArray[np.int64], comparison: Comparison
-    ) -> None:
+    def __init__(self, model: LoadedModel, trace: Tensors, ids: Ints, comparison: Comparison) -> None:
         self.trace, self.ids, self.cfg = View(trace), ids, model.config
         self.linears = dict(plain_weights(model.weights).linears())
         self.own = bool(getattr(trace, "own_engine", True))

@@ -19,7 +19,10 @@ from ...reference.layers import ACTIVATIONS as GATES
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ..names import is_by_head
-from .edits import Description, Row, _absmax, _angles, _e, _ms, _shares, _turn, input_floats, matrix, product, wide
+from .edits.attention import angles_of, exponentials, shares, turn
+from .edits.by_token import absmax, mean_square
+from .edits.kinds import Description, Row, input_floats, wide
+from .edits.products import matrix, product
 from .number_formats import (
     FLOATS,
     INT4_ROWS,
@@ -41,12 +44,14 @@ from .variants import Step
 
 def descriptions(step: Step) -> Iterator[Description]:
     """Every description that rounds in this step. Those of its own formula come first."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     for cost, text, formula in _between(step):
         yield Description(cost, text, instead(formula), rounds=True)
     weights = [i for i, x in enumerate(step.inputs) if isinstance(x, LinearWeight)]
     if weights == [0]:
-        yield from _tables()
+        for words, rule in MATRICES:
+            if not words.endswith("one scale"):  # which is not known from the rows that were taken
+                yield Description(1, f"the matrix is {words}", with_matrix_in(rule), rounds=True)
     elif weights == [1] and len(step.inputs) == 2 and not step.name.endswith("hook_acc_int32"):
         yield from _dense_products()
     elif weights == [1] and len(step.inputs) == 3:
@@ -96,13 +101,6 @@ def with_matrix_in(rule: Rule, of_input: Rule = np.asarray) -> Edit:
     return edit
 
 
-def _tables() -> Iterator[Description]:
-    """The embedding's rows: a scale of the whole matrix is not known from those that were taken."""
-    for words, rule in MATRICES:
-        if not words.endswith("one scale"):
-            yield Description(1, f"the matrix is {words}", with_matrix_in(rule), rounds=True)
-
-
 _BOTH: list[tuple[str, Rule, Rule]] = [  # of products whose matrix and input are quantised
     ("the matrix and its input are quantised to int8, a scale per row and token", INT8_ROWS, INT8_ROWS),
     ("the matrix is quantised to int4, a scale per row, its input to int8", INT4_ROWS, INT8_ROWS),
@@ -132,7 +130,8 @@ def _bit_linears(step: Step) -> Iterator[Description]:
 
     def edit(rule: Rule) -> Edit:
         def of_floats(step: Step, compute: Edit, acc: Array, w: Any, x_quant_scale: Array) -> Array:
-            return (product(rule(input_floats(step)), matrix(w)) * w.w_dequant_scale).astype(np.float32)
+            scale: np.float32 = w.w_dequant_scale
+            return (product(rule(input_floats(step)), matrix(w)) * scale).astype(np.float32)
 
         return of_floats
 
@@ -144,14 +143,6 @@ def _bit_linears(step: Step) -> Iterator[Description]:
 # -- between the inputs of a step and its result -----------------------------------------------------------------------
 
 
-def _norm_in(to: Any, x: Array, r: Array, w: Array) -> Array:
-    return rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to)
-
-
-def _gate_by_table(to: Any, gate: Array, up: Array, activation: str) -> Array:
-    return wide(rounded(GATES[activation].function(wide(rounded(gate, to))), to)) * up
-
-
 # By kind of step: cost, words with the format's name in them, the formula of the format and of the step's inputs.
 # fmt: off
 IN_16_BITS: dict[str, list[Row]] = {
@@ -160,13 +151,14 @@ IN_16_BITS: dict[str, list[Row]] = {
          lambda to, x, eps: np.sqrt(wide(rounded(np.square(x), to)).mean(-1, keepdims=True) + eps)),
         (1.3, "the sum of squares is kept in {}, term by term",
          lambda to, x, eps: np.sqrt(running_sum(np.square(x), to) / x.shape[-1] + eps)),
-        (1.3, "the mean of squares is rounded to {}", lambda to, x, eps: np.sqrt(rounded(_ms(x), to) + eps)),
+        (1.3, "the mean of squares is rounded to {}", lambda to, x, eps: np.sqrt(rounded(mean_square(x), to) + eps)),
         (1.3, "the sum of squares is rounded to {}",
-         lambda to, x, eps: np.sqrt(rounded(_ms(x) * x.shape[-1], to) / x.shape[-1] + eps)),
+         lambda to, x, eps: np.sqrt(rounded(mean_square(x) * x.shape[-1], to) / x.shape[-1] + eps)),
     ],
     "hook_normalized": [
         (1.3, "the weight of the norm is rounded to {}", lambda to, x, r, w: x / r * rounded(w, to)),
-        (1.2, "a norm is computed in {}: its input, x / length and their product with the weight", _norm_in),
+        (1.2, "a norm is computed in {}: its input, x / length and their product with the weight",
+         lambda to, x, r, w: rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to)),
         (1.3, "x / length is rounded to {} before its weight", lambda to, x, r, w: rounded(x / r, to) * w),
     ],
     "hook_x_int8": [
@@ -175,16 +167,17 @@ IN_16_BITS: dict[str, list[Row]] = {
     ],
     "hook_pattern": [
         (1.3, "the scores, less the largest, are rounded to {} before exp",
-         lambda to, s: _shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to))))),
+         lambda to, s: shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to))))),
     ],
     "hook_post": [
         (1.3, "the activation is rounded to {}", lambda to, g, u, n: wide(rounded(GATES[n].function(wide(g)), to)) * u),
-        (1.3, "the activation is a table of {}: its argument and its value are rounded", _gate_by_table),
+        (1.3, "the activation is a table of {}: its argument and its value are rounded",
+         lambda to, g, u, n: wide(rounded(GATES[n].function(wide(rounded(g, to))), to)) * u),
     ],
 }
 IN_FEWER_BITS: dict[str, list[Row]] = {  # and in 8
-    "hook_x_scale": [(1.1, "max|x| / 127 is rounded to {}", lambda to, x: 1 / rounded(_absmax(x) / 127, to))],
-    "hook_pattern": [(1.3, "exp(s) is rounded to {}", lambda to, s: _shares(wide(rounded(_e(s), to))))],
+    "hook_x_scale": [(1.1, "max|x| / 127 is rounded to {}", lambda to, x: 1 / rounded(absmax(x) / 127, to))],
+    "hook_pattern": [(1.3, "exp(s) is rounded to {}", lambda to, s: shares(wide(rounded(exponentials(s), to))))],
     "hook_out": [
         (1.1, "the scale of {{w}} is rounded to {}", lambda to, a, w, s: a * (rounded(w.w_dequant_scale, to) / s)),
         (1.1, "the inverse of the activation scale is rounded to {}",
@@ -204,7 +197,7 @@ PRODUCTS: dict[str, Callable[..., Array]] = {
 
 def _between(step: Step) -> Iterator[Row]:
     """The rows of a step, with each format in its place."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     if kind in ("hook_rot_q", "hook_rot_k"):
         yield from _of_ropes(step)
     kind = "hook_out" if kind == "product" else kind
@@ -222,22 +215,22 @@ def _between(step: Step) -> Iterator[Row]:
             yield from ((cost, text.format(name), partial(formula, to)) for cost, text, formula in table.get(kind, ()))
     for top in (127, 255) if kind == "hook_pattern" else ():
         text = f"the pattern is rounded to multiples of 1/{top}"
-        yield 1.3, text, lambda s, top=top: np.rint(_shares(_e(s)) * top) / top
+        yield 1.3, text, lambda s, top=top: np.rint(shares(exponentials(s)) * top) / top
 
 
 def _of_ropes(step: Step) -> Iterator[Row]:
-    p, f = _angles(step)
+    p, f = angles_of(step)
     for name, to in NARROW.items():
         narrow = partial(rounded, dtype=to)
         angles = narrow(narrow(p) * narrow(f))
         text = f"cos and sin are rounded to {name}"
         yield 1.3, text, lambda x, c, s, r=narrow: layers.apply_rope(x, r(c), r(s))
-        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, p * wide(r(f)))
-        yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: _turn(x, wide(a))
+        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: turn(x, p * wide(r(f)))
+        yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: turn(x, wide(a))
         text = f"RoPE's frequencies, angles, cos and sin are in {name}"
         yield 1.2, text, lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a)), r(np.sin(a)))
-        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, wide(r(p * f)))
-        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, wide(r(p)) * f)
+        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p * f)))
+        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p)) * f)
 
 
 def _of_outputs() -> Iterator[Row]:

@@ -13,20 +13,21 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...families.family import Edit, Hypothesis
 from ...reference.layers import Array
 from ...system.lazy import lazy_property
-from ..names import is_by_head, layer_of
+from ..names import hook_of, is_by_head, layer_of, role
 from ..tolerances import EPSILON
+from ..types import Mask
 from . import delta_steps, expert_steps, roundings
-from . import edits as step_edits
-from .edits import Description, Family, constants, names_of
+from .edits import constants, descriptions
+from .edits.constants import names_of
+from .edits.kinds import Description, Family
 from .evidence import ROUNDING_LEFT, Evidence
 from .suggested import solved
 from .variants import Step, both_edits
-from .wording import noun, place_in_words, role
+from .wording import noun, place_in_words
 
 
 class Report(Protocol):
@@ -39,28 +40,16 @@ class Report(Protocol):
 
 # Steps that one mistake may be in together.
 PAIRS = (
-    ("hook_rot_q", "hook_rot_k"),
-    ("hook_q", "hook_k"),
-    ("hook_attn_scores", "hook_z"),
-    ("hook_rot_k", "hook_v"),
-    ("hook_resid_mid", "hook_resid_post"),
-    ("hook_state", "hook_delta_out"),
-    ("hook_scale", "hook_normalized"),
-)
+    ("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"), ("hook_attn_scores", "hook_z"), ("hook_rot_k", "hook_v"),
+    ("hook_resid_mid", "hook_resid_post"), ("hook_state", "hook_delta_out"), ("hook_scale", "hook_normalized"),
+)  # fmt: skip
 BETWEEN_TOKENS = (
-    "hook_pattern",
-    *("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k"),
+    *("hook_pattern", "hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k"),
     *("hook_attn_scores", "hook_z"),
 )
 # What one mistake may be in, among the steps of one kind.
 GROUPS = (
-    "",
-    r"\.attn\.",
-    r"\.mlp\.",
-    r"\.[qkv]_proj\.",
-    r"\.ln",
-    "sub_norm",
-    "gate_proj|up_proj",
+    *("", r"\.attn\.", r"\.mlp\.", r"\.[qkv]_proj\.", r"\.ln", "sub_norm", "gate_proj|up_proj"),
     r"\.(o|down)_proj\.",
 )
 SAME_CONSTANT = 1e-5  # how near to the right constant, relative, one is the right one
@@ -103,7 +92,7 @@ class Site:
         seen = mask & self._first_half()
         self.mask = seen if (seen & ~self.target.right_close).any() else mask
 
-    def _first_half(self) -> NDArray[np.bool_]:
+    def _first_half(self) -> Mask:
         """The values of the first half of the tokens: constants are solved for there, and must hold on the others."""
         shape = self.target.theirs.shape
         axis = int(self.target.by_head)
@@ -123,9 +112,9 @@ class Site:
             if len(unit) > 2:
                 distance -= ALL_AT_ONCE
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            for module in (step_edits, delta_steps, expert_steps, roundings):
+            for module in (descriptions, delta_steps, expert_steps, roundings):
                 own += module.descriptions(step)
-            own += [*step_edits.families(step), *delta_steps.families(step)]
+            own += [*constants.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
                 changes_input = "{in" in d.text and "is taken for" not in d.text
@@ -135,9 +124,8 @@ class Site:
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
                 trials.append((d.cost + distance + slow, unit, d))
         for each, names in self.known:
-            parts = [tuple(n for n in names if re.search(group, n)) for group in GROUPS]
-            for part in dict.fromkeys(parts):
-                if len({name.rpartition(".")[2] for name in part}) > 1:  # no unit has steps of several kinds
+            for part in dict.fromkeys(map(tuple, _groups(names))):
+                if len({hook_of(name) for name in part}) > 1:  # no unit has steps of several kinds
                     trials.append((NAMED, part, _named(each)))
         return sorted(trials, key=lambda trial: trial[0])
 
@@ -250,9 +238,9 @@ class Site:
             return
         by_kind: dict[str, list[str]] = {}
         for name in self.stretch:
-            by_kind.setdefault(name.rpartition(".")[2], []).append(name)
+            by_kind.setdefault(hook_of(name), []).append(name)
         for names in by_kind.values():
-            groups = [[n for n in names if re.search(group, n)] for group in GROUPS]
+            groups = _groups(names)
             groups += [[n for n in names if role(n) == r] for r in dict.fromkeys(map(role, names))]  # in all layers
             done = [[n] for n in names]
             for group in groups:
@@ -368,6 +356,11 @@ class Site:
         return values
 
 
+def _groups(names: Sequence[str]) -> list[list[str]]:
+    """The steps of each of GROUPS among these."""
+    return [[n for n in names if re.search(group, n)] for group in GROUPS]
+
+
 def regional(edit: Edit, axis: int, indices: tuple[int, ...]) -> Edit:
     """The edit, at these indices of an axis of the result only."""
 
@@ -387,7 +380,7 @@ def _named(mistake: Hypothesis) -> Description:
 
 
 def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
-    return lambda step, compute, *inputs: family.edit(constant(constants(step)))(step, compute, *inputs)
+    return lambda step, compute, *inputs: family.edit(constant(constants.numbers_of(step)))(step, compute, *inputs)
 
 
 def say(text: str, step: Step, several: bool = False) -> str:

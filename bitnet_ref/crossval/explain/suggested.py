@@ -9,13 +9,14 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...families.family import Edit, after, before, instead
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
-from . import edits as step_edits
-from .edits import Description, constants, matrix, moved, names_of, scale_inputs
+from ..types import Ints
+from .edits.constants import Constant, names_of, numbers_of
+from .edits.kinds import Description, moved, scale_inputs, take_row
+from .edits.products import matrix
 from .evidence import Target
 from .variants import Step
 from .wording import axis_words
@@ -23,7 +24,7 @@ from .wording import axis_words
 
 def solved(step: Step, target: Target) -> Iterator[Description]:
     """Descriptions that the engine's tensor itself suggests."""
-    theirs, right, kind = target.theirs, target.right, step.name.rpartition(".")[2]
+    theirs, right, kind = target.theirs, target.right, step.kind
     if theirs.shape != step.result.shape or not np.isfinite(np.where(np.isneginf(theirs), 0, theirs)).all():
         return
     if kind == "hook_x_int8":
@@ -40,7 +41,7 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         taken = np.array([int(np.abs(rows - row).max(axis=1).argmin()) for row in theirs])
         shifts = set(((taken - ids) % len(rows)).tolist())
         if len(shifts) == 1 and (shift := shifts.pop()):
-            yield Description(1, f"the row of id + {shift} is taken", step_edits.take_row(shift))
+            yield Description(1, f"the row of id + {shift} is taken", take_row(shift))
         elif shifts != {0}:
             yield Description(1.5, f"the rows of other ids are taken: {taken.tolist()}", before(1, lambda ids: taken))
     if kind in ("hook_scale", "hook_x_scale"):
@@ -57,10 +58,8 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
     """The right tensor with its tokens, heads, columns or keys in an order that the engine's tensor shows."""
     allowed = np.broadcast_to(target.allowed, target.theirs.shape) * (not target.exact)
     for axis, word in enumerate(axis_words(target.right.shape, target.by_head, len(step.setting.tokens))):
-        theirs, right, room, close = (
-            np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
-            for x in (np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close)
-        )
+        arrays = np.maximum(target.theirs, -1e30), np.maximum(target.right, -1e30), allowed, target.right_close
+        theirs, right, room, close = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in arrays)
         order, wrong = np.arange(len(theirs)), np.flatnonzero(~close.all(axis=1)).tolist()
         if len(wrong) > 1024:
             continue
@@ -70,12 +69,9 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
                 break
             order[i] = equal[0]
         else:
-            if (
-                wrong
-                and wrong == list(range(wrong[0], len(order)))
-                and len(apart := set((order - np.arange(len(order)))[wrong])) == 1
-            ):
-                by = int(apart.pop())
+            apart = set((order - np.arange(len(order)))[wrong].tolist())
+            if wrong and wrong == list(range(wrong[0], len(order))) and len(apart) == 1:
+                by = apart.pop()
                 last = f"last {word} is that" if len(wrong) == 1 else f"last {len(wrong)} {word}s are those"
                 text = f"its {last} {abs(by)} {'before' if by < 0 else 'after'}"
                 yield Description(1.7, text, after(partial(_last_moved, count=len(wrong), by=by, axis=axis)))
@@ -92,7 +88,7 @@ def _last_moved(x: Array, count: int, by: int, axis: int) -> Array:
     return x.take(places, axis)
 
 
-def _in_order(x: Array, order: NDArray[np.int64], axis: int, joined: bool) -> Array:
+def _in_order(x: Array, order: Ints, axis: int, joined: bool) -> Array:
     """joined: the order is one of the rows of a norm over heads, which `after` passes by token and head."""
     return (x.reshape(-1, x.shape[-1]) if joined else x).take(order, axis)
 
@@ -166,17 +162,12 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
             yield Description(1.3, f"inputs {a} to {a + width - 1} are left out", scale_inputs(a, a + width, 0))
 
 
-def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterator[Description]:
+def _sums_of_two(step: Step, target: Target, rows: Ints) -> Iterator[Description]:
     """a A + b B, of tensors that the run has, the right result among them."""
     block = step.name.split(".")[:2]
-    given = {
-        name: x
-        for name, x in step.seen.items()
-        if x.size == step.result.size
-        and x.dtype == step.result.dtype
-        and (name.split(".")[:2] == block or "resid" in name or "embed" in name)
-        and np.isfinite(x).all()
-    }
+    near = [name for name in step.seen if name.split(".")[:2] == block or "resid" in name or "embed" in name]
+    alike = [n for n in near if step.seen[n].size == step.result.size and step.seen[n].dtype == step.result.dtype]
+    given = {name: x for name in alike if np.isfinite(x := step.seen[name]).all()}
     arrays = {"": target.right.astype(step.result.dtype), **dict(list(given.items())[-16:])}
     columns = {n: x.reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for n, x in arrays.items()}
     y = target.theirs[rows].reshape(-1)
@@ -195,16 +186,16 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
         yield Description(1.5, f"it is {' + '.join(terms)}", _sum_edit((a, b), [c for _, c in named], step.name))
 
 
-def _name_of(factor: float, step: Step) -> tuple[str, step_edits.Constant]:
-    """The simplest name of a factor, and its value by `constants`."""
+def _name_of(factor: float, step: Step) -> tuple[str, Constant]:
+    """The simplest name of a factor, and its value by `numbers_of`."""
     if abs(factor) <= 1e-6:
         return "0", lambda _: 0.0
     return next(names_of(factor, step, 1e-5), (f"{factor:.6g}", lambda _: factor))
 
 
-def _sum_edit(names: tuple[str, str], factors: list[step_edits.Constant], origin: str) -> Edit:
+def _sum_edit(names: tuple[str, str], factors: list[Constant], origin: str) -> Edit:
     def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
-        right, numbers = compute(*inputs), constants(step)
+        right, numbers = compute(*inputs), numbers_of(step)
         parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
         first, second = (np.float32(f(numbers)) * part for f, part in zip(factors, parts, strict=True))
         return (first + second).astype(right.dtype)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..flips import Flip
 from ..tolerances import FLIP_FLOOR, TIES_IN_A_ROW
+from ..types import Mask, Wide
 
 # Sizes on a half that make a row of ties: of rows of 7,000 values one in 1,000 has as many by chance, and one in 10
 # million has `MANY`, all choices of which cannot be tried.
@@ -22,7 +22,7 @@ _DRAWN_PER_VALUE = 3  # for each value of the row that is fitted; of a longer ro
 _RIDGE = 0.05  # of the mean variance, added to each
 
 Row = dict[float, list[Flip]]  # what is near a half in a row, by its size: what is alike is rounded alike
-Choice = NDArray[np.bool_]  # (ties,), which are rounded the other way
+Choice = Mask  # (ties,), which are rounded the other way
 
 
 def tied_rows(near: Sequence[Flip], least: int = _LEAST) -> dict[str, Row]:
@@ -47,9 +47,7 @@ def one_way(rows: Sequence[Row], flips: Sequence[Flip]) -> bool:
 
 
 def choices(
-    ties: Sequence[Sequence[Flip]],
-    rows_of: Callable[[Sequence[Sequence[Flip]]], Iterator[NDArray[np.float64]]],
-    right: NDArray[np.float64],
+    ties: Sequence[Sequence[Flip]], rows_of: Callable[[Sequence[Sequence[Flip]]], Iterator[Wide]], right: Wide
 ) -> Iterator[tuple[float, list[Flip]]]:
     """Better and better choices of ties to round the other way: how far the row is then from the right one, the flips.
 
@@ -65,7 +63,7 @@ def choices(
     def flips_of(choice: Choice) -> list[Flip]:
         return [flip for alike, is_turned in zip(ties, choice, strict=True) if is_turned for flip in alike]
 
-    def rows_given(tried: Choice) -> NDArray[np.float64]:
+    def rows_given(tried: Choice) -> Wide:
         return np.array(list(rows_of([flips_of(choice) for choice in tried])))
 
     for _ in range(_FITS):
@@ -85,9 +83,7 @@ def choices(
         chance = np.clip(share, 0.15, 0.85)
 
 
-def _fit(
-    drawn: Choice, rows: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+def _fit(drawn: Choice, rows: Wide) -> tuple[Wide, Wide, Wide]:
     """The mean moves of ties (n, k), where they start (k,), and weights (k, k) that make what is left even."""
     design = np.column_stack([drawn, np.ones(len(drawn))])
     fit = np.linalg.lstsq(design, rows, rcond=None)[0]
@@ -95,11 +91,11 @@ def _fit(
     variances = left.T @ left
     ridge = max(_RIDGE * float(np.trace(variances)) / len(variances), np.finfo(np.float64).tiny)
     factor = np.linalg.cholesky(variances + ridge * np.eye(len(variances)))
-    weights: NDArray[np.float64] = np.linalg.inv(factor).T
+    weights: Wide = np.linalg.inv(factor).T
     return fit[:-1].astype(np.float64), fit[-1].astype(np.float64), weights
 
 
-def _nearest(moves: NDArray[np.float64], wrong: NDArray[np.float64]) -> tuple[NDArray[np.float64], Choice]:
+def _nearest(moves: Wide, wrong: Wide) -> tuple[Wide, Choice]:
     """Which moves (n, k) add up to what is wrong (k,): as shares of each, and as a choice."""
     shares = np.linalg.lstsq(moves.T, wrong, rcond=None)[0].astype(np.float64)
     chosen: Choice = shares > 0.5

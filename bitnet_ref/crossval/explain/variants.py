@@ -32,7 +32,7 @@ from ...formats.open import open_checkpoint
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.layers import Array
+from ...reference.layers import Array, Floats
 from ...reference.model import forward
 from ...reference.weights import (
     DenseWeight,
@@ -45,7 +45,9 @@ from ...reference.weights import (
 )
 from ...system.lazy import lazy_property
 from ..calls import Calls
-from ..names import layer_of, op_shape
+from ..names import hook_of, layer_of, op_shape
+from ..types import Ints, Tensors
+from .attention import all_scores, all_values
 
 # What an edit raises that does not fit a step's shapes.
 IMPOSSIBLE = (BitNetRefError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -60,7 +62,7 @@ class Step:
 
     name: str
     setting: Setting
-    seen: Mapping[str, Array]
+    seen: Tensors
     inputs: tuple[Any, ...] = ()
     result: Array = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     compute: Callable[..., Array] = np.asarray
@@ -69,6 +71,16 @@ class Step:
     def layer(self) -> int | None:
         """The block that it is in."""
         return layer_of(self.name)
+
+    @property
+    def kind(self) -> str:
+        """The last part of its name: "hook_scale"."""
+        return hook_of(self.name)
+
+    @property
+    def owner(self) -> str:
+        """The name without the last part: of a norm or a linear."""
+        return self.name.rpartition(".")[0]
 
     @lazy_property
     def place(self) -> str:
@@ -91,7 +103,7 @@ class Setting:
 
     config: ModelConfig
     weights: ModelWeights
-    tokens: NDArray[np.int64]
+    tokens: Ints
     edits: Mapping[str, Edit] = field(default_factory=dict)
     calls: Calls = ()
     others: tuple[tuple[int, ...], ...] = ()
@@ -220,8 +232,6 @@ class _StepRecorder(Recorder):
         if "hook_" in name and not name.endswith("hook_x_scale"):  # a trace has the scale after the int8 values
             self.keep(name, self.by_token(result) if name.endswith(("hook_scale", "hook_normalized")) else result)
         return result
-
-    # -- ops -----------------------------------------------------------------------------------------------------------
 
     def on_result(self, step: ObservedStep, call: Call, *args: Any) -> Array:
         if step.op == "scale":
@@ -371,10 +381,10 @@ def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> 
     return edit
 
 
-class _Parts(Mapping[str, Array]):
+class _Parts(Tensors):
     """One copy's part of each tensor."""
 
-    def __init__(self, seen: Mapping[str, Array], part: Callable[[Array], Array]) -> None:
+    def __init__(self, seen: Tensors, part: Callable[[Array], Array]) -> None:
         self.seen, self.part = seen, part
 
     def __getitem__(self, name: str) -> Array:
@@ -411,8 +421,9 @@ SMALL = 1 << 17  # bytes of a matrix
 _MOST_STATES = 1 << 24  # numbers: of a layer whose states are steps
 
 
-def _to_int8(x: Array, x_quant_scale: Array) -> NDArray[np.int8]:
-    return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
+def _to_int8(x: Floats, x_quant_scale: Floats) -> NDArray[np.int8]:
+    whole: Floats = np.rint(x * x_quant_scale)
+    return whole.clip(-128, 127).astype(np.int8)
 
 
 @lru_cache(maxsize=128)
@@ -425,41 +436,13 @@ def _transposed(w: TernaryLinear | DenseWeight) -> NDArray[np.floating]:
 def _small_product(x: Array, w: TernaryLinear | DenseWeight) -> Array:
     """The product of a small matrix that is not unpacked or widened each time: a search multiplies often."""
     w_t = _transposed(w)
-    return (x.astype(w_t.dtype) @ w_t).astype(x.dtype if w.bit_linear is None else np.int32)
+    y: Array = x.astype(w_t.dtype) @ w_t
+    return y.astype(x.dtype if w.bit_linear is None else np.int32)
 
 
 def quick_ternary_matmul(w: TernaryLinear, call: Call) -> Call:
     """The op itself; of a small matrix one that gives the same integers sooner."""
     return _small_product if w.nbytes < SMALL else call
-
-
-def is_seen(n: int, window: int | None) -> NDArray[np.bool_]:
-    """(n, n), which token sees which: itself and those before it, as far as the window reaches."""
-    i, j = np.arange(n)[:, None], np.arange(n)
-    return (j <= i) & (i - j < (n if window is None else window))
-
-
-def all_scores(n: int, q: Array, keys: Array, window: int | None, sees: Array | None = None) -> Array:
-    """Attention scores of sequences of n tokens, laid end to end.   q (N, H, d), keys (N, G, d) -> (H, N, n)
-
-    sees: (n, n), which token sees which; None: as it should.
-    """
-    sees = is_seen(n, window) if sees is None else sees
-    by_kv_head = keys.repeat(q.shape[1] // keys.shape[1], axis=1)
-    q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, by_kv_head))
-    wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
-    given = wide.astype(q.dtype)
-    given[:, :, ~sees] = -np.inf
-    return given.reshape(q.shape[1], len(q), n)
-
-
-def all_values(n: int, pattern: Array, v: Array) -> Array:
-    """pattern (H, N, n), v (N, G, d) -> (N, H, d)"""
-    heads = len(pattern)
-    p_of = pattern.astype(np.float64).reshape(heads, -1, n, n)
-    v_of = v.repeat(heads // v.shape[1], axis=1).astype(np.float64).reshape(-1, n, heads, v.shape[2])
-    z = np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
-    return z.reshape(-1, heads, v.shape[2]).astype(v.dtype)
 
 
 def with_matrix(weight: TernaryWeight, w_t: NDArray[np.int8]) -> TernaryWeight:

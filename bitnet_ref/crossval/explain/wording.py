@@ -12,7 +12,8 @@ import numpy as np
 from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
 from ...reference.layers import Array
-from ..names import layer_of
+from ..names import hook_of, layer_of, role
+from ..types import Tokens
 from .variants import Setting, Step
 
 NOUNS = {
@@ -50,12 +51,7 @@ def _nouns() -> dict[str, str]:
 @family_table
 def _functions() -> dict[str, tuple[Callable[..., Any], str]]:
     """What computes steps, those of all families: by the last part of the name."""
-    return FUNCTIONS | {step.name.rpartition(".")[2]: step.source for step in all_steps() if step.source is not None}
-
-
-def role(name: str) -> str:
-    """The name without its block."""
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+    return FUNCTIONS | {hook_of(step.name): step.source for step in all_steps() if step.source is not None}
 
 
 def noun(name: str) -> str:
@@ -64,7 +60,7 @@ def noun(name: str) -> str:
     return template.format(module)
 
 
-def numbers_in_words(numbers: Sequence[int], total: int) -> str:
+def numbers_in_words(numbers: Tokens, total: int) -> str:
     """[3, 4, 5], 6 -> "3 to 5 (the last 3 of 6)"."""
     n = sorted(numbers)
     steps = set(np.diff(n).tolist())
@@ -89,17 +85,15 @@ def axis_words(shape: tuple[int, ...], by_head: bool, tokens: int) -> tuple[str,
 
 
 def place_in_words(
-    name: str, shape: tuple[int, ...], by_head: bool, setting: Setting, axis: int, indices: Sequence[int]
+    name: str, shape: tuple[int, ...], by_head: bool, setting: Setting, axis: int, indices: Tokens
 ) -> str:
     """Where a tensor is wrong: "heads 0 and 2", with what is right."""
     d, tokens = setting.config.head_dim, len(setting.tokens)
     what, total = axis_words(shape, by_head, tokens)[axis], shape[axis]
     if what == "row" and axis == 0:
         each = total // tokens
-        for part, numbers, count in (
-            ("head", {i % each for i in indices}, each),
-            ("token", {i // each for i in indices}, tokens),
-        ):
+        of_rows = ("head", {i % each for i in indices}, each), ("token", {i // each for i in indices}, tokens)
+        for part, numbers, count in of_rows:
             if len(numbers) * (total // count) == len(indices):
                 what, indices, total = part, sorted(numbers), count
                 break
@@ -123,9 +117,8 @@ def _module_of(part: str) -> tuple[str, str]:
     nouns = _nouns()
     if part in nouns:
         return "{}", nouns[part]
-    return HOOKS.get(hook, hook + " of {}"), nouns.get(
-        owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner
-    )
+    owner_in_words = nouns.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
+    return HOOKS.get(hook, hook + " of {}"), owner_in_words
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -160,7 +153,7 @@ def _roles_in_words(roles: Sequence[str], every: Sequence[str]) -> str:
     return _joined([template.format(words) for template, words in texts.items()])
 
 
-def _layers_in_words(chosen: Sequence[int], possible: Sequence[int]) -> str:
+def _layers_in_words(chosen: Tokens, possible: Tokens) -> str:
     """ "in every layer", "in layer 1 only", "in every layer but 3", "in 7 of 12 layers: 0, 1, 4, ..."."""
     others = [layer for layer in possible if layer not in chosen]
     if not others:
@@ -187,7 +180,7 @@ def scope_in_words(names: Iterable[str], every: Iterable[str]) -> str:
 
 def remedy(step: Step) -> str:
     """The line of the reference to compare with."""
-    kind = step.name.rpartition(".")[2]
+    kind = step.kind
     function, mark = _functions().get(kind, (model.forward, "return"))
     if kind == "hook_out" and len(step.inputs) == 2:
         adds = isinstance(step.inputs[1], np.ndarray)
@@ -247,7 +240,7 @@ def example(step: Step, theirs: Array, right: Array) -> str:
     with np.errstate(all="ignore"):
         error = np.where(np.isfinite(right), np.abs(np.nan_to_num(theirs, nan=np.inf) - right), 0)
     i = tuple(int(n) for n in np.unravel_index(int(error.argmax()), error.shape))
-    worked = WORKED.get(step.name.rpartition(".")[2], _result_alone)
+    worked = WORKED.get(step.kind, _result_alone)
     comparable = right[i] and np.isfinite(theirs[i]) and not np.isneginf(right[i])
     ratio = f", {theirs[i] / right[i]:.6g} times as much" if comparable else ""
     place = f"{step.name}[{', '.join(map(str, i))}]"

@@ -10,21 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ...reference.layers import Array
+from ...reference.layers import Array, Floats
+from ..types import Tensors
 from .probes import LEVELS, TINY, Answers, Call, read_activations
-from .rules import (
-    NORMS,
-    OUTPUTS,
-    OVER,
-    ROUNDINGS,
-    SCALES,
-    SMALL,
-    X_OUT,
-    Rules,
-    activations,
-    quantize_w,
-    scale_of,
-)
+from .rules import NORMS, OUTPUTS, OVER, ROUNDINGS, SCALES, SMALL, X_OUT, Rules, activations, quantize_w, scale_of
 
 FLIPS = 2e-3  # share of values that float32 noise may round the other way
 STEP = 0.1  # of a quantisation step: what two equal values may differ by
@@ -40,9 +29,8 @@ def by_difference(options: Options, weight: Mapping[str, float]) -> list[dict[st
 
     def cost(combination: Sequence[Any]) -> float:
         pairs = zip(options.items(), combination, strict=True)
-        return sum(
-            weight.get(name, 1) + values.index(value) / 1000 for (name, values), value in pairs if value != values[0]
-        )
+        others = ((name, values.index(value)) for (name, values), value in pairs if value != values[0])
+        return sum(weight.get(name, 1) + place / 1000 for name, place in others)
 
     return [dict(zip(options, each, strict=True)) for each in sorted(product(*options.values()), key=cost)]
 
@@ -68,9 +56,9 @@ def _activation_rules() -> list[Rules]:
     return out
 
 
-def distance(measured: Array, simulated: Array, levels: float | None) -> Array:
+def distance(measured: Floats, simulated: Floats, levels: float | None) -> Floats:
     """Of each value, in steps of its token's quantisation."""
-    step = np.abs(simulated).max(axis=-1, keepdims=True) / (levels or 1000)
+    step: Floats = np.abs(simulated).max(axis=-1, keepdims=True) / (levels or 1000)
     return np.abs(measured - simulated) / np.maximum(step, SMALL)
 
 
@@ -85,7 +73,7 @@ def factor_between(measured: Array, simulated: Array) -> float:
     return float((measured * simulated).sum() / max((simulated * simulated).sum(), SMALL))
 
 
-def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, Array], random: bool) -> tuple[Rules, float] | None:
+def fit_activations(calls: Mapping[str, Call], seen: Tensors, random: bool) -> tuple[Rules, float] | None:
     """(rules of the activations, the factor of `seen`), or None if no rules give what was seen.
 
     random: equal calls gave different values, so that a value may be a step away.
@@ -115,7 +103,7 @@ def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, Array], random
     return None
 
 
-def fit_floor(calls: Mapping[str, Call], seen: Mapping[str, Array], rules: Rules, factor: float) -> Rules | None:
+def fit_floor(calls: Mapping[str, Call], seen: Tensors, rules: Rules, factor: float) -> Rules | None:
     """The rules with the floor of max|x| that the faint tokens show; None: no floor that was tried does."""
     names = [name for size in TINY if (name := f"tiny {size}") in seen]
     for added, floor in [(0.0, each) for each in FLOORS] + [(each, 0.0) for each in FLOORS if each]:
@@ -146,22 +134,21 @@ def _weight_rules() -> list[dict[str, Any]]:
     return by_difference({"w_scale": tuple(SCALES), "w_round": rounding, "w_clip": (True, False)}, {})
 
 
-def fit_weights(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Rules | None:
-    """The rules of weights that give every one of the effective weights `found`, by name of the matrix `drawn`."""
-    patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in found.items()}
+def fit_weights(effective: Tensors, drawn: Tensors, rules: Rules) -> Rules | None:
+    """The rules of weights that give every one of the effective weights `effective`, by name of the matrix `drawn`."""
+    patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in effective.items()}
     scales: dict[str, dict[str, Array]] = {}
-    for tried in chain((replace(rules, **each) for each in _weight_rules()), _thresholds(found, drawn, rules)):
+    for tried in chain((replace(rules, **each) for each in _weight_rules()), _thresholds(effective, drawn, rules)):
         if tried.w_scale not in scales:
             scales[tried.w_scale] = {name: scale_of(w, tried) for name, w in drawn.items()}
         own = scales[tried.w_scale]
-        if _has_pattern(tried, own, drawn, patterns) and (fitted := _fit_output(tried, own, found, drawn)) is not None:
+        fitted = _fit_output(tried, own, effective, drawn) if _has_pattern(tried, own, drawn, patterns) else None
+        if fitted is not None:
             return fitted
     return None
 
 
-def _has_pattern(
-    rules: Rules, scales: Mapping[str, Array], drawn: Mapping[str, Array], patterns: Mapping[str, Array]
-) -> bool:
+def _has_pattern(rules: Rules, scales: Tensors, drawn: Tensors, patterns: Tensors) -> bool:
     """Whether the same weights are zero, in the first rows."""
     if rules.w_round == "sign of w - mean":
         return all(pattern.mean() > 0.99 for pattern in patterns.values())
@@ -175,19 +162,17 @@ def _has_pattern(
     return True
 
 
-def _fit_output(
-    rules: Rules, scales: Mapping[str, Array], found: Mapping[str, Array], drawn: Mapping[str, Array]
-) -> Rules | None:
+def _fit_output(rules: Rules, scales: Tensors, effective: Tensors, drawn: Tensors) -> Rules | None:
     """With the factor of the output; the one without a constant first."""
     ternary = {name: quantize_w(w, rules, scales[name]) for name, w in drawn.items()}
     fitted = None
     for out, of in OUTPUTS.items():
         eff = {name: ternary[name] * of(scales[name].astype(np.float64), w, ternary[name]) for name, w in drawn.items()}
-        ratios = {name: factor_between(found[name], each) for name, each in eff.items() if each.any()}
+        ratios = {name: factor_between(effective[name], each) for name, each in eff.items() if each.any()}
         first = next(iter(ratios.values()), 0.0)
         if not abs(first) > SMALL or any(abs(ratio / first - 1) > SAME for ratio in ratios.values()):
             continue
-        near = {name: np.abs(found[name] / first - each) <= 0.02 * np.abs(each).max() for name, each in eff.items()}
+        near = {name: np.abs(effective[name] / first - each) <= 0.02 * np.abs(each).max() for name, each in eff.items()}
         if min(float(each.mean()) for each in near.values()) < 1 - FLIPS:
             continue
         is_one = abs(first - 1) < SAME
@@ -198,7 +183,7 @@ def _fit_output(
     return fitted
 
 
-def _thresholds(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Iterator[Rules]:
+def _thresholds(effective: Tensors, drawn: Tensors, rules: Rules) -> Iterator[Rules]:
     """Rules that take -1, 0, +1 by a threshold, which is read off: below it effective weights are zero."""
     for name in SCALES:
         tried = replace(rules, w_scale=name, w_round="threshold")
@@ -207,7 +192,7 @@ def _thresholds(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: R
             if matrix == "ties":
                 continue
             size = np.abs(w) / scale_of(w, tried)
-            is_zero = np.abs(found[matrix]) < 1e-3 * np.abs(found[matrix]).max()
+            is_zero = np.abs(effective[matrix]) < 1e-3 * np.abs(effective[matrix]).max()
             lower = max(lower, float(size[is_zero].max(initial=0)))
             upper = min(upper, float(size[~is_zero].min(initial=np.inf)))
         if lower < upper * 1.0001 and np.isfinite(upper):

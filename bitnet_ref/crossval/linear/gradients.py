@@ -37,11 +37,13 @@ def input_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tup
 
     def through(values: Array) -> Array:
         """What reaches the largest |x| through the scale."""
-        return peak * (g * values).sum(axis=OVER[rules.over], keepdims=True)
+        reaching: Array = peak * (g * values).sum(axis=OVER[rules.over], keepdims=True)
+        return reaching
 
     raw = w.astype(np.float64)
     s = scale_of(w, rules).astype(np.float64)
     divided = {"divided by": a**0, "not divided by": a, "multiplied by": a * a}[rules.x_out]
+    top = np.inf if rules.x_clip is None or rules.levels is None else rules.x_clip[1]
     ways = {
         RIGHT: g * divided,
         f"{RIGHT}, without the output's wrong factor": dy.astype(np.float64) @ (eff / _wrong_factor(w, rules)),
@@ -52,8 +54,7 @@ def input_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tup
         "without the weights' scale": dy.astype(np.float64) @ (eff / s),
         "times the activations' scale": g * a,
         "divided by the activations' scale": g / a,
-        "none where |x| is the largest: the clip is not passed straight through": g
-        * (np.abs(q) < np.floor(_top(rules))),
+        "none where |x| is the largest: the clip is not passed straight through": g * (np.abs(q) < np.floor(top)),
         "none where |x| > 1": g * (np.abs(n) <= 1),
     }
     for name, dn in ways.items():
@@ -65,10 +66,6 @@ def _wrong_factor(w: Array, rules: Rules) -> Array:
     s = scale_of(w, rules).astype(np.float64)
     out = OUTPUTS[rules.out](s, w.astype(np.float64), quantize_w(w, rules, scale_of(w, rules)))
     return np.asarray(out * rules.constant / s)
-
-
-def _top(rules: Rules) -> float:
-    return float("inf") if rules.x_clip is None or rules.levels is None else rules.x_clip[1]
 
 
 def weight_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tuple[str, Array]]:
@@ -84,7 +81,8 @@ def weight_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tu
 
     def through(values: Array) -> Array:
         """What each |w| gets through the mean of all: d mean|W| / dw = sign(w) / size."""
-        return np.sign(w) * (g * values).sum() / w.size
+        reaching: Array = np.sign(w) * (g * values).sum() / w.size
+        return reaching
 
     yield RIGHT, g
     yield f"{RIGHT}, with the output's wrong factor", g * _wrong_factor(w, rules)

@@ -8,15 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...reference.layers import Array
-from .fit import (
-    STEP,
-    effective_weights,
-    fit_activations,
-    fit_bias,
-    fit_floor,
-    fit_weights,
-    read_calls,
-)
+from .fit import STEP, effective_weights, fit_activations, fit_bias, fit_floor, fit_weights, read_calls
 from .gradients import RIGHT, input_gradients, name_gradient, weight_gradients
 from .probes import LEVELS, Answers, Call, K, matrices
 from .rules import (
@@ -47,17 +39,10 @@ from .verdict import (
 )
 
 _CONSTANTS: dict[float, str] = {
-    1 / K: "1 / in_features: a norm by dim^-0.5 where dim^0.5 belongs",
-    K: "in_features",
-    K**0.5: "the root of in_features",
-    K**-0.5: "1 / the root of in_features",
-    128 / 127: "128 / 127",
-    127 / 128: "127 / 128",
-    127.0: "127",
-    1 / 127: "1 / 127",
-    128.0: "128",
-    1 / 128: "1 / 128",
-}
+    1 / K: "1 / in_features: a norm by dim^-0.5 where dim^0.5 belongs", K: "in_features",
+    K**0.5: "the root of in_features", K**-0.5: "1 / the root of in_features",
+    128 / 127: "128 / 127", 127 / 128: "127 / 128", 127.0: "127", 1 / 127: "1 / 127", 128.0: "128", 1 / 128: "1 / 128",
+}  # fmt: skip
 
 
 def judge(target: str, versions: str, calls: Sequence[Call], answers: Answers) -> LinearVerdict:
@@ -171,9 +156,8 @@ class _Judge:
             return LineVerdict(line, WRONG, text, where, float(again[at] / self.factor), float(first[at] / self.factor))
         if rules.levels is None:
             return LineVerdict(line, WRONG, "not at all")
-        name = next(
-            (name for level in LEVELS if (name := f"ties {level:g}") in self.seen and level == rules.levels), "tokens"
-        )
+        shown = [name for level in LEVELS if level == rules.levels and (name := f"ties {level:g}") in self.seen]
+        name = shown[0] if shown else "tokens"
         x = self.calls[name].x
         n = NORMS[rules.norm](x)
         right_q, a = quantize_x(n, replace(rules, x_round="half to even", x_clip=(-128, 127)))

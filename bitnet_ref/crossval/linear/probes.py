@@ -45,12 +45,12 @@ class Answers:
     by_call: dict[str, dict[str, Array]] = field(default_factory=dict)
 
     def get(self, call: str, name: str = "y") -> Array | None:
-        found = self.by_call.get(call, {}).get(name)
-        return None if found is None else found.astype(np.float64)
+        answer = self.by_call.get(call, {}).get(name)
+        return None if answer is None else answer.astype(np.float64)
 
     def text(self, call: str, name: str = "failed") -> str | None:
-        found = self.by_call.get(call, {}).get(name)
-        return None if found is None else str(found)
+        answer = self.by_call.get(call, {}).get(name)
+        return None if answer is None else str(answer)
 
 
 @cache

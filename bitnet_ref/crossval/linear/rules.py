@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...reference.layers import Array
+from ...reference.layers import Array, Floats
 from ...reference.quantization import SCALE_FLOOR
 
 Rounding = Callable[[Array], Array]
@@ -46,8 +46,9 @@ class Rules:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-def _rms(x: Array) -> Array:
-    return x / np.sqrt(np.maximum((x * x).mean(axis=-1, keepdims=True), SMALL))
+def _rms(x: Floats) -> Floats:
+    length: Floats = np.sqrt(np.maximum((x * x).mean(axis=-1, keepdims=True), SMALL))
+    return x / length
 
 
 NORMS: dict[str, Callable[[Array], Array]] = {
@@ -183,7 +184,8 @@ def weights(w: Array, rules: Rules) -> Array:
     """W (N, K) -> what the activations are multiplied by, with the output's factor"""
     s = scale_of(w, rules)
     t = quantize_w(w, rules, s)
-    return (t * OUTPUTS[rules.out](s, w, t) * w.dtype.type(rules.constant)).astype(w.dtype)
+    scaled: Array = t * OUTPUTS[rules.out](s, w, t) * w.dtype.type(rules.constant)
+    return scaled.astype(w.dtype)
 
 
 def output(x: Array, w: Array, rules: Rules) -> Array:

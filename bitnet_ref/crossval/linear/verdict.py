@@ -63,9 +63,8 @@ class LinearVerdict:
         if not wrong:
             listed = "; ".join(f"{each.line}: {each.text}" for each in self.lines if each.status != ABSENT)
             return f"AGREES: {name}: {listed}"
-        return f"DIFFERS: {name}: {wrong[0].line}: {wrong[0].text}" + (
-            f"; and {', '.join(each.line for each in wrong[1:])}" if wrong[1:] else ""
-        )
+        also = f"; and {', '.join(each.line for each in wrong[1:])}" if wrong[1:] else ""
+        return f"DIFFERS: {name}: {wrong[0].line}: {wrong[0].text}{also}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "agrees": self.agrees, "sentence": self.sentence}

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
@@ -20,8 +19,9 @@ from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch, sure_or_possible
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
+from ..types import Mask
 from .driving import Driving, bos_drivings, drivings
-from .given import GivenRun, Ids, Replay, Rows
+from .given import GivenRun, Replay, Rows
 from .randomness import looks_sampled
 
 # Bits of evidence: how unlikely the wrong ids are in the reference. A change that has nothing to do with them gives the
@@ -59,7 +59,7 @@ def judge_tokens(model: LoadedModel, run: GivenRun) -> Greedy:
         rows = tried(driving, replay)
         if rows is not None and not _misfits(rows, replay.run).any():
             hidden.append(driving.cause)
-    return Greedy(**{**vars(greedy), "hidden": tuple(hidden)})
+    return replace(greedy, hidden=tuple(hidden))
 
 
 def _compare(model: LoadedModel, run: GivenRun) -> Greedy:
@@ -72,15 +72,11 @@ def within_context(model: LoadedModel, run: GivenRun) -> GivenRun:
     """The run, cut after as many ids as the reference can compute."""
     room = max(1, model.context_length - len(run.prompt) + 1)
     inside = next((i for i, t in enumerate(run.tokens) if not 0 <= t < model.config.vocab_size), len(run.tokens))
-    return GivenRun(**{**vars(run), "tokens": run.tokens[: min(room, inside)]})
+    return replace(run, tokens=run.tokens[: min(room, inside)])
 
 
 def explain_tokens(
-    model: LoadedModel,
-    runs: Sequence[GivenRun],
-    *,
-    progress: Progress | None = None,
-    budget_s: float | None = None,
+    model: LoadedModel, runs: Sequence[GivenRun], *, progress: Progress | None = None, budget_s: float | None = None
 ) -> Diagnoses:
     """The causes for which these runs differ: confirmed, or possible. All runs must be explained by one mistake."""
     replays = [Replay(model, within_context(model, run)) for run in runs]
@@ -107,7 +103,9 @@ def explain_tokens(
                 explanations.append(explanation)
     except OutOfTime:
         diagnoses.stopped, diagnoses.untested = "the time is up", len(tests) - watch.tested
-    diagnoses += _named(explanations, bits)
+    is_sure = bits >= ENOUGH_BITS and len(explanations) == 1
+    for each in explanations:
+        diagnoses.append(sure_or_possible(each.driving.name, each.cause, each.driving.remedy, is_sure))
     if not explanations and (sampled := looks_sampled([(replay.run, replay.base) for replay in replays])) is not None:
         diagnoses.append(sampled)
     if not any(each.confirmed for each in diagnoses) and not explanations:
@@ -115,12 +113,6 @@ def explain_tokens(
         remedy = "Record a trace (crossval/README.md): it names the first wrong op."
         diagnoses.append(sure_or_possible("record_a_trace", cause, remedy, False))
     return diagnoses
-
-
-def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
-    """One diagnosis for each; confirmed if it is alone and there is enough evidence."""
-    is_sure = bits >= ENOUGH_BITS and len(explanations) == 1
-    return [sure_or_possible(each.driving.name, each.cause, each.driving.remedy, is_sure) for each in explanations]
 
 
 def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
@@ -135,7 +127,8 @@ def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
             held.append((value, rows))
     if not held:
         return None
-    value, rows = min(held, key=lambda each: sum(map(_total_behind, each[1], replays)))
+    runs = [replay.run for replay in replays]
+    value, rows = min(held, key=lambda each: sum(float(_behind(*one).sum()) for one in zip(each[1], runs, strict=True)))
     cause = driving.cause.format(value)
     if len(held) > 1:
         others = sorted(value for value, _ in held)
@@ -152,10 +145,6 @@ def _with(driving: Driving, replays: Sequence[Replay], *value: float) -> list[Ro
     if all(each is None for each in rows):
         return []
     return [replay.base if each is None else each for each, replay in zip(rows, replays, strict=True)]
-
-
-def _total_behind(rows: Rows, replay: Replay) -> float:
-    return float(_behind(rows, replay.run).sum())
 
 
 def _behind(rows: Rows, run: GivenRun) -> Rows:
@@ -181,38 +170,36 @@ def tried(driving: Driving, replay: Replay, *value: object) -> Rows | None:
         return None
 
 
-def _misfits(rows: Rows, run: GivenRun) -> NDArray[np.bool_]:
+def _misfits(rows: Rows, run: GivenRun) -> Mask:
     """Which ids are further behind the best than rounding can put them.   (n, V) -> (n,)"""
     return np.asarray(~(_behind(rows, run) <= near_tie(run.engine_dtype, rows)))
 
 
-def _bits(replay: Replay, wrong: NDArray[np.bool_]) -> float:
+def _bits(replay: Replay, wrong: Mask) -> float:
     """How unlikely the wrong ids are in the reference: the sum of -log2 p."""
-    surprise = [
-        -float(log_probabilities(replay.base[i])[replay.run.tokens[i]]) / math.log(2) for i in np.flatnonzero(wrong)
-    ]
+    chosen = ((replay.base[i], replay.run.tokens[i]) for i in np.flatnonzero(wrong))
+    surprise = [-float(log_probabilities(row)[token]) / math.log(2) for row, token in chosen]
     return sum(min(each, _MOST_BITS) for each in surprise)
 
 
 def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
     """Causes in where a text ends, of runs whose ids are right up to there."""
-    ends, found = end_ids(model), dict[str, Diagnosis]()
+    ends, by_name = end_ids(model), dict[str, Diagnosis]()
     for run in runs:
         greedy = _compare(model, run)
         if greedy.parted is None:
             continue
-        tokens: Ids = list(within_context(model, run).tokens)
+        inside = within_context(model, run)
         if greedy.candidate == "the end":
             cause = "the generation stops at a token that is no end token, or at a smaller limit"
             remedy = "Compare the stop tokens, stop strings and max_tokens."
-            found["stops_early"] = Diagnosis("stops_early", cause, remedy, confirmed=True)
-        elif greedy.reference == "the end" and not _misfits(Replay(model, within_context(model, run)).base, run).any():
-            end = name_of(model, next(token for token in tokens if token in ends))
+            by_name["stops_early"] = Diagnosis("stops_early", cause, remedy, confirmed=True)
+        elif greedy.reference == "the end" and not _misfits(Replay(model, inside).base, run).any():
+            end = name_of(model, next(token for token in inside.tokens if token in ends))
             cause = f"the end token ({end}) does not end the generation"
-            remedy = (
-                "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001."
-            )
-            found["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
+            ends_of_turns = "2B-4T ends its turns with 128009, not with 128001."
+            remedy = f"Stop on every id of eos_token_id and on <|eot_id|>: {ends_of_turns}"
+            by_name["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
         else:
             return []
-    return list(found.values())
+    return list(by_name.values())

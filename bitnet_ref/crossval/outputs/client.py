@@ -18,7 +18,7 @@ import numpy as np
 
 from ...backends.loaded import LoadedModel
 from ...errors import BackendUnavailable, ConfigError, TokenizerError, printable
-from .given import Ids
+from ..types import Ids
 
 MAX_ANSWER_BYTES = 1 << 27
 TOP = 5  # of the likeliest tokens at each place
@@ -133,9 +133,6 @@ def _message(raw: bytes) -> str:
     return printable(raw[:200].decode("utf-8", "replace"), keep="")
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Answer:
     """What a server said.
@@ -221,28 +218,24 @@ class _Entry:
     name: str
     id: int | None
     logprob: float | None
-    top: list[tuple[str, int | None, float]]
+    top: Sequence[tuple[str, int | None, float]]
 
 
 def _entries(logprobs: Any) -> list[_Entry]:
     """Of OpenAI's completions, or of its chats, which llama.cpp has for both."""
     if not logprobs:
         return []
+    entries = []
     if isinstance(logprobs.get("content"), list):
-        return [
-            _Entry(
-                str(each["token"]),
-                each.get("id"),
-                _ln(each["logprob"]),
-                [(str(t["token"]), t.get("id"), float(t["logprob"])) for t in each.get("top_logprobs") or []],
-            )
-            for each in logprobs["content"]
-        ]
+        for each in logprobs["content"]:
+            top = [(str(t["token"]), t.get("id"), float(t["logprob"])) for t in each.get("top_logprobs") or []]
+            entries.append(_Entry(str(each["token"]), each.get("id"), _ln(each["logprob"]), top))
+        return entries
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
-    return [
-        _Entry(str(name), None, _ln(value), [(str(text), None, float(ln_p)) for text, ln_p in (top or {}).items()])
-        for name, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
-    ]
+    for name, value, given in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):
+        likeliest = [(str(text), None, float(ln_p)) for text, ln_p in (given or {}).items()]
+        entries.append(_Entry(str(name), None, _ln(value), likeliest))
+    return entries
 
 
 def _ln(value: Any) -> float | None:
@@ -301,10 +294,8 @@ class TokenTexts:
         if not all(choices) or not choices:
             return None
         shift = len(entries) - len(expected)  # of tokens that were added at the start
-        ids = [
-            next((t for t in each if t in expected[max(0, i - abs(shift)) : i + 1]), each[0])
-            for i, each in enumerate(choices)
-        ]
+        near = (expected[max(0, i - abs(shift)) : i + 1] for i in range(len(choices)))
+        ids = [next((t for t in each if t in own), each[0]) for each, own in zip(choices, near, strict=True)]
         unclear = [i for i, each in enumerate(choices) if len(each) > 1 and ids[i] not in expected]
         for _ in range(3 if unclear and prompt else 0):
             logits = self._model.logits([*prompt, *ids][: self._model.context_length])[len(prompt) - 1 :]

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import GenerationError, count_of
 from ...generation.params import SamplingParams
 from ..explain.diagnose import Diagnoses, sure_or_possible
+from ..types import Tokens, Wide
 from .sampling_rules import TOP_P_STRICT, WRONG_RULES, Probabilities, Row, WrongRule, applies, truth
 
 
@@ -24,15 +24,13 @@ class Draws:
     probabilities: (N, V), after all rules; or None.   chosen: the ids that were drawn; or None.
     """
 
-    logits: NDArray[np.float64]
+    logits: Wide
     params: SamplingParams
     prompt: list[list[int]]
     generated: list[list[int]]
-    probabilities: NDArray[np.float64] | None = None
+    probabilities: Wide | None = None
     chosen: list[list[int]] | None = None
 
-
-# -- the verdict -------------------------------------------------------------------------------------------------------
 
 CLOSE = 1e-4  # of a probability: softmax in float32 over some hundred thousand logits
 _NUDGE = 1e-6  # of top_p and min_p: a token at the threshold itself may fall on either side
@@ -55,10 +53,8 @@ class SampleVerdict:
 
 def judge_draws(draws: Draws) -> SampleVerdict:
     """Which rule is wrong, if one is."""
-    rows = [
-        Row(logits, np.array(prompt, dtype=np.int64), np.array(new, dtype=np.int64))
-        for logits, prompt, new in zip(draws.logits, draws.prompt, draws.generated, strict=True)
-    ]
+    prompts, generated = ([np.array(ids, dtype=np.int64) for ids in each] for each in (draws.prompt, draws.generated))
+    rows = list(map(Row, draws.logits, prompts, generated))
     return _judge_exactly(draws, rows) if draws.probabilities is not None else _judge_choices(draws, rows)
 
 
@@ -119,10 +115,8 @@ def _first_difference(theirs: Sequence[Probabilities], right: Sequence[Probabili
     row = next(i for i, (a, b) in enumerate(zip(theirs, right, strict=True)) if not _is_close([a], [b]))
     token = int(np.abs(theirs[row] - right[row]).argmax())
     kept = f"{int((theirs[row] > 0).sum())} tokens kept, {int((right[row] > 0).sum())} in the reference"
-    return (
-        f"DIFFERS at row {row}: token {token} has probability {theirs[row][token]:.4g}, in the reference "
-        f"{right[row][token]:.4g}; {kept}"
-    )
+    mine, its = f"{right[row][token]:.4g}", f"{theirs[row][token]:.4g}"
+    return f"DIFFERS at row {row}: token {token} has probability {its}, in the reference {mine}; {kept}"
 
 
 def _diagnoses(rules: Sequence[WrongRule], confirmed: bool) -> Diagnoses:
@@ -149,21 +143,19 @@ def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
         verdict = f"DIFFERS: a wrong rule explains the {count} choices e^{best - likelihood:.0f} times better"
     else:
         verdict = f"DIFFERS: the {count} choices are {deviations:+.1f} standard deviations from as likely as expected"
-    fitting = [
-        rule
-        for value, rule, given in rules
-        if value > max(best - _RIVAL, likelihood) and abs(_deviations(given, draws.chosen)) < _DEVIATIONS
-    ]
+    bar = max(best - _RIVAL, likelihood)
+    near = [(rule, given) for value, rule, given in rules if value > bar]
+    fitting = [rule for rule, given in near if abs(_deviations(given, draws.chosen)) < _DEVIATIONS]
     clear = len(fitting) == 1 and (impossible is None or count >= len(rules))
     return SampleVerdict(False, verdict, _diagnoses(fitting, confirmed=clear))
 
 
-def _likelihood(p: Sequence[Probabilities], chosen: Sequence[Sequence[int]]) -> float:
+def _likelihood(p: Sequence[Probabilities], chosen: Sequence[Tokens]) -> float:
     with np.errstate(divide="ignore"):
         return float(sum(np.log(row[list(ids)]).sum() for row, ids in zip(p, chosen, strict=True)))
 
 
-def _deviations(p: Sequence[Probabilities], chosen: Sequence[Sequence[int]]) -> float:
+def _deviations(p: Sequence[Probabilities], chosen: Sequence[Tokens]) -> float:
     """How many standard deviations the ln likelihood is from its mean."""
     mean = variance = 0.0
     for row, ids in zip(p, chosen, strict=True):

@@ -13,14 +13,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...api import Model
 from ...backends.loaded import LoadedModel
-from ...errors import TokenizerError
 from ...generation.processors import CountPenalties, RepetitionPenalty
-from ..explain.hypotheses.prompts import prompt_hypotheses, tokenizer_of
+from ..explain.hypotheses.prompts import ids_as_message, prompt_hypotheses, tokenizer_of
 from ..token_ids import end_ids
+from ..types import Ints, Tokens
 from .given import GivenRun, Replay, Rows
 
 
@@ -35,8 +34,6 @@ class Driving:
     rows: Callable[..., Rows | None]
     values: tuple[Any, ...] = ()
 
-
-# -- the list ----------------------------------------------------------------------------------------------------------
 
 REPETITION = (1.1, 1.2, 1.05, 1.15, 1.3, 1.18, 1.25, 1.02, 1.03, 1.08, 1.5, 2.0)
 COUNTED = (0.5, 1.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 1.2, 1.5, 2.0)
@@ -68,18 +65,12 @@ def _prompts(model: LoadedModel) -> Iterator[Driving]:
     yield Driving("last_token_dropped", "the prompt's last token was dropped", ask,
         lambda replay: replay.after(replay.run.prompt[:-1]))
     yield Driving("prompt_cut", "only the last {} tokens of the prompt were computed",
-        "Compare the prompt's length with the engine's context and batch.", _cut_front, _CUTS)
+        "Compare the prompt's length with the engine's context and batch.",
+        lambda replay, n: replay.after(replay.run.prompt[-n:]) if n < len(replay.run.prompt) else None, _CUTS)
     yield Driving("prompt_end_cut", "only the first {} tokens of the prompt were computed",
-        "Compare the prompt's length with the engine's batch: all its pieces must be computed.", _cut_end, _CUTS)
+        "Compare the prompt's length with the engine's batch: all its pieces must be computed.",
+        lambda replay, n: replay.after(replay.run.prompt[:n]) if n < len(replay.run.prompt) else None, _CUTS)
     # fmt: on
-
-
-def _cut_front(replay: Replay, count: int) -> Rows | None:
-    return replay.after(replay.run.prompt[-count:]) if count < len(replay.run.prompt) else None
-
-
-def _cut_end(replay: Replay, count: int) -> Rows | None:
-    return replay.after(replay.run.prompt[:count]) if count < len(replay.run.prompt) else None
 
 
 def _edited_prompts(model: LoadedModel) -> list[Driving]:
@@ -113,7 +104,9 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
     for end in end_ids(model):
         name = f"token {end}" if tokenizer is None else tokenizer.id_to_token(end)
         cause = appended.cause.replace("an end token", f"the end token {name}")
-        rows = partial(encoded, name="eos_appended", end=end) if tokenizer else partial(_append, end=end)
+        rows = partial(encoded, name="eos_appended", end=end)
+        if tokenizer is None:
+            rows = partial(lambda replay, end: replay.after([*replay.run.prompt, end]), end=end)
         drivings.append(Driving("eos_appended", cause, appended.remedy, rows))
     if tokenizer is not None and tokenizer.chat_template:
         # fmt: off
@@ -127,22 +120,13 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
     return drivings
 
 
-def _append(replay: Replay, end: int) -> Rows | None:
-    return replay.after([*replay.run.prompt, end])
-
-
 def _as_message(replay: Replay) -> Rows | None:
-    model, run = replay.model, replay.run
-    text = run.text
+    run = replay.run
     if run.messages is not None:
         return None
-    try:
-        if text is None:
-            text = model.tokenizer.decode(list(run.prompt))
-        ids = model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
-    except TokenizerError:
-        return None
-    return replay.after(ids)
+    text = replay.model.tokenizer.decode(list(run.prompt)) if run.text is None else run.text
+    ids = ids_as_message(replay.model, text)
+    return None if ids is None else replay.after(ids)
 
 
 def _as_text(replay: Replay) -> Rows | None:
@@ -183,18 +167,14 @@ def _positions() -> Iterator[Driving]:
     yield Driving("prompt_cache_unseen", "new tokens see each other only, and not the prompt",
         "The mask of decoding begins at position 0 of the sequence.", _unseen)
     yield Driving("prompt_cache_short", "the cache has only the first {} tokens of the prompt, and zeros behind them",
-        "Keep the keys and values of all pieces of the prompt.", _short, _CUTS)
+        "Keep the keys and values of all pieces of the prompt.",
+        lambda replay, n: replay.decoded(0, replay.run.prompt[:n]) if n < len(replay.run.prompt) else None, _CUTS)
     # fmt: on
 
 
 def _unseen(replay: Replay) -> Rows | None:
     new = replay.run.tokens[:-1]
     return None if not new else np.concatenate([replay.base[:1], np.asarray(replay.model.logits(new))])
-
-
-def _short(replay: Replay, count: int) -> Rows | None:
-    prompt = replay.run.prompt
-    return replay.decoded(0, prompt[:count]) if count < len(prompt) else None
 
 
 def _penalties(longest: int) -> Iterator[Driving]:
@@ -220,28 +200,22 @@ def _penalties(longest: int) -> Iterator[Driving]:
         cause = f"a {name.replace('_', ' ')} of {{}} is left on{words}"
         rows = partial(penalised, rule_of=rule_of, part=part)
         yield Driving(f"{name}{suffix}", cause, off.format(f"{name} {neutral}"), rows, values)
-    yield Driving(
-        "no_repeat_ngram",
-        "no_repeat_ngram_size is {}: no sequence of so many tokens comes twice",
+    # fmt: off
+    yield Driving("no_repeat_ngram", "no_repeat_ngram_size is {}: no sequence of so many tokens comes twice",
         off.format("no_repeat_ngram_size 0"),
-        lambda replay, size: replay.changed(partial(_ban_repeats, size)),
-        NGRAMS,
-    )
-    yield Driving(
-        "end_tokens_suppressed",
-        "end tokens are made impossible",
-        "Leave ignore_eos and min_tokens out.",
-        lambda replay: replay.changed(partial(_ban, replay.end_ids)),
-    )
+        lambda replay, size: replay.changed(partial(_ban_repeats, size)), NGRAMS)
+    yield Driving("end_tokens_suppressed", "end tokens are made impossible", "Leave ignore_eos and min_tokens out.",
+        lambda replay: replay.changed(partial(_ban, replay.end_ids)))
+    # fmt: on
 
 
-def _ban(banned: Sequence[int], ids: NDArray[np.int64], row: Rows) -> Rows:
+def _ban(banned: Tokens, ids: Ints, row: Rows) -> Rows:
     out = row.copy()
     out[list(banned)] = -np.inf
     return out
 
 
-def _ban_repeats(size: int, ids: NDArray[np.int64], row: Rows) -> Rows:
+def _ban_repeats(size: int, ids: Ints, row: Rows) -> Rows:
     """transformers' no_repeat_ngram_size, over prompt and generated tokens."""
     if len(ids) < size:
         return row

@@ -7,19 +7,19 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import FormatError, GenerationError, TokenizerError, describe
 from ...generation.params import SamplingParams
 from ...system.json_file import open_regular, parse_json_object, read_bounded, read_json_object
 from ..tolerances import LOGITS_ROUNDING
+from ..types import Ids, Tokens, Wide
 from .draws import Draws
-from .given import GivenRun, Ids
+from .given import GivenRun
 
 MAX_BYTES = 1 << 26
 _FINISH = ("stop", "length", None)
@@ -32,7 +32,7 @@ _PARAMS = (
 # -- token ids ---------------------------------------------------------------------------------------------------------
 
 
-def read_runs(path: Path, model: Any, prompt: str | Sequence[int] | None = None) -> list[GivenRun]:
+def read_runs(path: Path, model: Any, prompt: str | Tokens | None = None) -> list[GivenRun]:
     """The runs of a file: JSON, JSON lines, or ids as text.
 
     prompt: of runs that name none.   Raises FormatError, TokenizerError.
@@ -85,9 +85,7 @@ def _text_objects(data: bytes, path: Path, has_prompt: bool) -> list[dict[str, A
     return [{"prompt": rows[i], "tokens": rows[i + 1]} for i in range(0, len(rows), 2)]
 
 
-def _read_run(
-    given: Mapping[str, Any], path: Path, model: Any, prompt: str | Sequence[int] | None, number: int
-) -> GivenRun:
+def _read_run(given: Mapping[str, Any], path: Path, model: Any, prompt: str | Tokens | None, number: int) -> GivenRun:
     def refuse(name: str, expected: str) -> FormatError:
         return FormatError(f"run {number}: expected {expected}, got {describe(given.get(name))}", path=path, field=name)
 
@@ -178,9 +176,8 @@ def read_draws(path: Path) -> Draws:
         chosen = _choices(raw["chosen"], rows, logits.shape[1], path)
     if probabilities is None and chosen is None:
         raise FormatError("is missing, and so is probabilities; expected one of them", path=path, field="chosen")
-    prompts, generated = (
-        _histories(raw.get(name), name, rows, logits.shape[1], path) for name in ("prompt", "generated")
-    )
+    size = logits.shape[1]
+    prompts, generated = (_histories(raw.get(name), name, rows, size, path) for name in ("prompt", "generated"))
     return Draws(logits, settings, prompts, generated, probabilities, chosen)
 
 
@@ -207,7 +204,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
     }
 
 
-def _array(raw: Mapping[str, Any], name: str, path: Path) -> NDArray[np.float64]:
+def _array(raw: Mapping[str, Any], name: str, path: Path) -> Wide:
     if name not in raw:
         raise FormatError("is missing", path=path, field=name)
     try:
@@ -236,7 +233,6 @@ def _histories(value: Any, name: str, rows: int, vocab_size: int, path: Path) ->
     lists = [_ids(each) for each in value] if isinstance(value, list) else []
     out = [each for each in lists if each is not None]
     if len(out) != rows or any(token >= vocab_size for each in out for token in each):
-        raise FormatError(
-            f"expected ids below {vocab_size}, one list or one for each of {rows} rows", path=path, field=name
-        )
+        expected = f"expected ids below {vocab_size}, one list or one for each of {rows} rows"
+        raise FormatError(expected, path=path, field=name)
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from ..explain.hypotheses.calls import turned_at
 from ..explain.variants import Setting
 from ..names import LOGITS, op_order
 from ..token_ids import end_ids
+from ..types import Ids, Ints, Tokens
 
-Ids = list[int]
 Rows = NDArray[np.floating]  # (n, V): the logits that choose each id
 
 
@@ -62,7 +62,7 @@ class Replay:
         """After each token of the prompt too.   -> (prompt + n - 1, V)"""
         return np.asarray(self.model.logits(self.run.context))
 
-    def after(self, prompt: Sequence[int]) -> Rows | None:
+    def after(self, prompt: Tokens) -> Rows | None:
         """With another prompt before the same ids; None where it does not fit."""
         ids = [*prompt, *self.run.tokens[:-1]]
         if not prompt or len(ids) > self.model.context_length:
@@ -75,7 +75,7 @@ class Replay:
         rows[0] = self.every[position]
         return rows
 
-    def decoded(self, shift: int, prompt: Sequence[int] | None = None) -> Rows | None:
+    def decoded(self, shift: int, prompt: Tokens | None = None) -> Rows | None:
         """New tokens written `shift` places from where they belong in the cache.   prompt: what the cache has of it"""
         run, known = self.run, list(self.run.prompt if prompt is None else prompt)
         start, new = len(run.prompt) + shift, run.tokens[:-1]
@@ -103,7 +103,7 @@ class Replay:
         run = setting.with_edits(dict.fromkeys(rotations, edit)).run(LOGITS, backend=backend)
         return run[LOGITS][first - 1 :]
 
-    def changed(self, change: Callable[[NDArray[np.int64], Rows], Rows]) -> Rows:
+    def changed(self, change: Callable[[Ints, Rows], Rows]) -> Rows:
         """Each row changed by a rule (ids before it, logits (V,)) -> logits."""
         ids = np.array([*self.run.prompt, *self.run.tokens], dtype=np.int64)
         first = len(self.run.prompt)

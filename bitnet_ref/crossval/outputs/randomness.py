@@ -8,12 +8,12 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnosis
 from ..token_ids import common_prefix
 from ..tolerances import near_tie
+from ..types import Ints, Tokens, Wide
 
 if TYPE_CHECKING:
     from .given import GivenRun, Rows
@@ -55,7 +55,7 @@ def _continued_twice(runs: Sequence[tuple[GivenRun, Rows]]) -> str:
     return ""
 
 
-def _likelihood(rows: Sequence[NDArray[np.float64]], tokens: Sequence[Sequence[int]]) -> str | None:
+def _likelihood(rows: Sequence[Wide], tokens: Sequence[Tokens]) -> str | None:
     """In words how likely the ids are beside sampled ones; None if sampling at no usual temperature gives such ids."""
     logits, ids = np.concatenate(rows), np.concatenate([np.asarray(each, dtype=np.int64) for each in tokens])
     if len(ids) < _FEWEST or int((logits.argmax(axis=1) != ids).sum()) < _FEWEST_WRONG:
@@ -75,9 +75,7 @@ def _likelihood(rows: Sequence[NDArray[np.float64]], tokens: Sequence[Sequence[i
     )
 
 
-def _figures(
-    logits: NDArray[np.float64], ids: NDArray[np.int64], temperature: float
-) -> tuple[float, float, float, float, float]:
+def _figures(logits: Wide, ids: Ints, temperature: float) -> tuple[float, float, float, float, float]:
     """ln likelihood, its mean and deviation under sampling, deviations of the count of largest logits, and how far the
     mass of likelier tokens is from uniform (Kolmogorov's statistic times sqrt(n); 1.5 is one in 45)."""
     ln_p = log_probabilities(logits / temperature)

@@ -12,37 +12,37 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...generation.params import SamplingParams
 from ...generation.processors import CountPenalties, RepetitionPenalty, Rules
 from ...generation.sampling import Distribution, count_min_p, distribution, likeliest, nucleus, softmax, typical
+from ..types import Ints, Wide
 
-Probabilities = NDArray[np.float64]  # (V,)
+Probabilities = Wide  # (V,)
 
 
 @dataclass(frozen=True)
 class Row:
     """One row of logits (V,), with the ids before it."""
 
-    logits: NDArray[np.float64]
-    prompt: NDArray[np.int64]
-    generated: NDArray[np.int64]
+    logits: Wide
+    prompt: Ints
+    generated: Ints
 
     @property
-    def ids(self) -> NDArray[np.int64]:
+    def ids(self) -> Ints:
         return np.concatenate([self.prompt, self.generated])
 
 
-Limit = Callable[[NDArray[np.int64], Probabilities, SamplingParams], Distribution]
+Limit = Callable[[Ints, Probabilities, SamplingParams], Distribution]
 
 
 @dataclass(frozen=True)
 class Stages:
     """The pipeline. `order` has the names of the limits.   penalties: (row, params) -> logits"""
 
-    penalties: Callable[[Row, SamplingParams], NDArray[np.float64]]
-    temper: Callable[[NDArray[np.float64], float], NDArray[np.float64]]
+    penalties: Callable[[Row, SamplingParams], Wide]
+    temper: Callable[[Wide, float], Wide]
     limits: dict[str, Limit]
     order: tuple[str, ...] = ("top_k", "top_p", "min_p", "typical_p")
     temper_last: bool = False  # the limits look at the probabilities before temperature
@@ -62,38 +62,35 @@ class Stages:
         return out
 
 
-def _penalties(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+def _penalties(row: Row, params: SamplingParams) -> Wide:
     rules = Rules.of(params, len(row.prompt), (), ())
     return np.asarray(rules.apply(row.ids, row.logits), dtype=np.float64)
 
 
-def _temper(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    return logits.astype(np.float64) / temperature
-
-
-def _first(ids: NDArray[np.int64], p: Probabilities, count: int) -> Distribution:
+def _first(ids: Ints, p: Probabilities, count: int) -> Distribution:
     count = max(1, count)
     return ids[:count], p[:count] / p[:count].sum()
 
 
-def _top_k(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
+def _top_k(ids: Ints, p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
     return _first(ids, p, params.top_k + more) if 0 < params.top_k < len(ids) else (ids, p)
 
 
-def _top_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
+def _top_p(ids: Ints, p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
     kept = nucleus(ids, p, params.top_p)
     return kept if not more or params.top_p == 1 else _first(ids, p, len(kept[0]) + more)
 
 
-def _min_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    return _first(ids, p, count_min_p(np.log(p), params.min_p)) if params.min_p > 0 else (ids, p)
-
-
-def _typical_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    return typical(ids, p, params.typical_p)
-
-
-RIGHT = Stages(_penalties, _temper, {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p, "typical_p": _typical_p})
+RIGHT = Stages(
+    _penalties,
+    lambda logits, temperature: logits.astype(np.float64) / temperature,
+    {
+        "top_k": _top_k,
+        "top_p": _top_p,
+        "min_p": lambda ids, p, s: _first(ids, p, count_min_p(np.log(p), s.min_p)) if s.min_p > 0 else (ids, p),
+        "typical_p": lambda ids, p, params: typical(ids, p, params.typical_p),
+    },
+)
 
 
 def truth(row: Row, params: SamplingParams) -> Probabilities:
@@ -106,9 +103,6 @@ def truth(row: Row, params: SamplingParams) -> Probabilities:
         ids, p = distribution(logits, params)
         out[ids] = p
     return out
-
-
-# -- wrong rules -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -130,17 +124,13 @@ def _limit(name: str, edit: Limit) -> Stages:
     return replace(RIGHT, limits={**RIGHT.limits, name: edit})
 
 
-def _exclusive_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
+def _exclusive_p(ids: Ints, p: Probabilities, params: SamplingParams) -> Distribution:
     """Goes on until the sum is more than p, and not until it is p or more."""
     before = np.cumsum(p) - p
     return _first(ids, p, int(np.searchsorted(before, params.top_p, side="right"))) if params.top_p < 1 else (ids, p)
 
 
-def _absolute_min_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    return _first(ids, p, int((p >= params.min_p).sum())) if params.min_p > 0 else (ids, p)
-
-
-def _typical_more(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int) -> Distribution:
+def _typical_more(ids: Ints, p: Probabilities, params: SamplingParams, more: int) -> Distribution:
     if params.typical_p == 1:
         return ids, p
     surprise = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
@@ -150,48 +140,37 @@ def _typical_more(ids: NDArray[np.int64], p: Probabilities, params: SamplingPara
     return ids[keep], p[keep] / p[keep].sum()
 
 
-def _typical_by_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
-    """The most likely tokens up to the mass, as top_p does."""
-    return nucleus(ids, p, params.typical_p)
-
-
-def _part_penalised(row: Row, params: SamplingParams, part: str) -> NDArray[np.float64]:
+def _part_penalised(row: Row, params: SamplingParams, part: str) -> Wide:
     """The repetition penalty on a part of the ids only."""
     rest = _penalties(row, replace(params, repetition_penalty=1.0))
     return np.asarray(RepetitionPenalty(params.repetition_penalty)(getattr(row, part), rest), dtype=np.float64)
 
 
-def _divided(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+def _divided(row: Row, params: SamplingParams) -> Wide:
     """All logits divided, so that negative ones become more likely."""
     out, ids = row.logits.astype(np.float64), np.unique(row.ids)
     out[ids] /= params.repetition_penalty
     return _counted(row, params, out)
 
 
-def _each_time(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+def _each_time(row: Row, params: SamplingParams) -> Wide:
     """Once for each occurrence, and not once for each token."""
     out = row.logits.astype(np.float64)
     for token in row.ids:
-        out[token] = (
-            out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
-        )
+        factor = params.repetition_penalty
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
     return _counted(row, params, out)
 
 
-def _counted(row: Row, params: SamplingParams, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+def _counted(row: Row, params: SamplingParams, logits: Wide) -> Wide:
     rule = CountPenalties(params.presence_penalty, params.frequency_penalty, len(row.prompt))
     return np.asarray(rule(row.ids, logits), dtype=np.float64)
 
 
-def _counting_prompt(row: Row, params: SamplingParams, only: bool) -> NDArray[np.float64]:
+def _counting_prompt(row: Row, params: SamplingParams, only: bool) -> Wide:
     logits = _penalties(row, replace(params, presence_penalty=0.0, frequency_penalty=0.0))
     rule = CountPenalties(params.presence_penalty, params.frequency_penalty, 0)
     return np.asarray(rule(row.prompt if only else row.ids, logits), dtype=np.float64)
-
-
-def _second_softmax(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    """Temperature on probabilities, which go through softmax again."""
-    return np.asarray(softmax(logits.astype(np.float64)) / temperature)
 
 
 def _with(**changes: Any) -> Callable[[SamplingParams], SamplingParams]:
@@ -205,7 +184,8 @@ WRONG_RULES: tuple[WrongRule, ...] = (
     WrongRule("temperature_ignored", "temperature changes nothing (probabilities divided by it and normalised again)",
         "Divide the logits, not the probabilities.", ("temperature",), RIGHT, _with(temperature=1.0)),
     WrongRule("temperature_after_softmax", "temperature divides probabilities, which go through softmax again",
-        "Divide the logits, and take softmax once.", ("temperature",), replace(RIGHT, temper=_second_softmax)),
+        "Divide the logits, and take softmax once.", ("temperature",),
+        replace(RIGHT, temper=lambda logits, t: np.asarray(softmax(logits.astype(np.float64)) / t))),
     WrongRule("temperature_multiplied", "logits are multiplied by the temperature", "Divide them.", ("temperature",),
         replace(RIGHT, temper=lambda logits, t: logits.astype(np.float64) * t)),
     WrongRule("top_k_one_short", "top_k keeps one token too few", "Keep k tokens.", ("top_k",),
@@ -229,11 +209,12 @@ WRONG_RULES: tuple[WrongRule, ...] = (
     WrongRule("top_p_and_min_p_exchanged", "top_p and min_p are exchanged", "Exchange the two arguments.",
         ("top_p", "min_p"), RIGHT, lambda params: replace(params, top_p=params.min_p, min_p=params.top_p)),
     WrongRule("min_p_absolute", "min_p is relative to 1, and not to the most likely token",
-        "Multiply min_p by the largest probability.", ("min_p",), _limit("min_p", _absolute_min_p)),
+        "Multiply min_p by the largest probability.", ("min_p",),
+        _limit("min_p", lambda ids, p, s: _first(ids, p, int((p >= s.min_p).sum())) if s.min_p > 0 else (ids, p))),
     WrongRule("min_p_ignored", "min_p is not applied", "Apply it.", ("min_p",), RIGHT, _with(min_p=0.0)),
     WrongRule("typical_as_top_p", "typical_p is taken as top_p",
         "Order the tokens by how near their surprise is to its mean.", ("typical_p",),
-        _limit("typical_p", _typical_by_p)),
+        _limit("typical_p", lambda ids, p, params: nucleus(ids, p, params.typical_p))),
     WrongRule("typical_one_short", "typical_p keeps one token too few", "Keep the token that reaches the mass.",
         ("typical_p",), _limit("typical_p", partial(_typical_more, more=-1))),
     WrongRule("typical_one_more", "typical_p keeps one token too many", "End with the token that reaches the mass.",

@@ -15,10 +15,11 @@ from ..explain.diagnose import Diagnoses, Diagnosis, Progress, sure_or_possible
 from ..opponents import PROMPT, default_tokens
 from ..token_ids import Greedy, common_prefix, compare_text, ids_of_text, token_parity
 from ..tolerances import LOGPROB_SHARE, near_tie
+from ..types import Ids
 from .causes import explain_tokens, judge_tokens, tried, within_context
 from .client import Answer, Client, Refused, rms
 from .driving import Driving, drivings
-from .given import GivenRun, Ids, Replay, Rows
+from .given import GivenRun, Replay, Rows
 
 PROMPTS = (PROMPT, "Once upon a time", "She said", "The")
 _FEW_PROMPT = 8  # ids, of a model without a tokenizer
@@ -222,18 +223,12 @@ def _logprob_errors(model: Model, exchange: Exchange, rows: Rows | None = None) 
             continue
         row = logits[place - first]
         right, limit = log_probabilities(row), float(near_tie(dtype, row[None])[0])
-        errors += [
-            (abs(value - float(right[token])), limit, token, place)
-            for token, value in named.items()
-            if 0 <= token < len(right) and np.isfinite(value)
-        ]
+        known = {token: value for token, value in named.items() if 0 <= token < len(right) and np.isfinite(value)}
+        errors += [(abs(value - float(right[token])), limit, token, place) for token, value in known.items()]
     if not errors:
         return None
     error, limit, token, place = max(errors)
     return LogprobErrors(len(errors), error, rms([each[0] for each in errors]), limit, token, place)
-
-
-# -- causes ------------------------------------------------------------------------------------------------------------
 
 
 def _explain(model: Model, served: Served, progress: Progress | None, budget_s: float | None) -> Diagnoses:
@@ -269,13 +264,10 @@ def _by_logprobs(model: Model, group: Sequence[Exchange]) -> Diagnoses | None:
     replays = [Replay(model, within_context(model, each.run)) for each in judged if each.run is not None]
     fitting: list[tuple[Driving, str]] = []
     for driving in drivings([replay.run for replay in replays], model):
-        values = driving.values or (None,)
-        for value in values:
+        for value in driving.values or (None,):
             given = () if value is None else (value,)
-            if all(
-                _agrees(model, each, tried(driving, replay, *given))
-                for each, replay in zip(judged, replays, strict=True)
-            ):
+            rows = (tried(driving, replay, *given) for replay in replays)
+            if all(_agrees(model, *each) for each in zip(judged, rows, strict=True)):
                 fitting.append((driving, driving.cause.format(value)))
                 break
     return Diagnoses([sure_or_possible(d.name, cause, d.remedy, len(fitting) == 1) for d, cause in fitting]) or None

@@ -9,7 +9,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...api import Model
 from ...errors import BackendUnavailable
@@ -22,15 +21,14 @@ from ...generation.embed import (
     token_rows,
 )
 from ...reference.cache import TokenBatch
-from ..explain.diagnose import Diagnoses, Diagnosis, sure_or_possible
+from ..explain.diagnose import Diagnoses, Diagnosis, joined, sure_or_possible
 from ..tolerances import NARROW_FLOATS, SAME_TENSOR
+from ..types import Ids, Wide
 from .client import Client, Refused
 
 TEXTS = (
-    "A red boat lies on the beach.",
-    "What does the law say about taxes?",
-    "The little rabbit ran down the hill",
-    "tea",
+    *("A red boat lies on the beach.", "What does the law say about taxes?"),
+    *("The little rabbit ran down the hill", "tea"),
 )
 QUERY = instruction_prompt("Given a web search query, retrieve relevant passages that answer the query")
 _LENGTH = 1e-2  # of a vector, relative
@@ -94,9 +92,8 @@ def cross_vectors(
     limit = SAME_TENSOR if engine_dtype == "float32" else NARROW_FLOATS[engine_dtype].relative_l2
     unit = model.config.unit_embeddings
     if theirs.shape != right.shape or not np.isfinite(theirs).all():
-        problem = (
-            f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; expected {right.shape[0]} of {right.shape[1]}"
-        )
+        expected = f"expected {right.shape[0]} of {right.shape[1]}"
+        problem = f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; {expected}"
         return ServedVectors(client.url, [1.0], [1.0], limit, unit, problem=problem)
     lengths = np.linalg.norm(theirs, axis=1)
     out = ServedVectors(client.url, _errors(theirs, right), lengths.tolist(), limit, unit)
@@ -105,15 +102,10 @@ def cross_vectors(
     return out
 
 
-def _errors(theirs: NDArray[np.float64], right: NDArray[np.float64]) -> list[float]:
+def _errors(theirs: Wide, right: Wide) -> list[float]:
     """The distance of each two directions."""
     a, b = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (theirs, right))
     return [float(each) for each in np.linalg.norm(a - b, axis=1)]
-
-
-# -- causes ------------------------------------------------------------------------------------------------------------
-
-Ids = list[int]
 
 
 @dataclass(frozen=True)
@@ -163,38 +155,23 @@ def _changes(model: Model) -> Iterator[_Change]:
     # fmt: on
 
 
-def _explain(
-    model: Model, texts: Sequence[str], theirs: NDArray[np.float64], limit: float, out: ServedVectors
-) -> Diagnoses:
+def _explain(model: Model, texts: Sequence[str], theirs: Wide, limit: float, out: ServedVectors) -> Diagnoses:
     normal = Diagnosis("not_normalised", "vectors are not divided by their length", "Normalise them.", confirmed=True)
     length = [] if out.lengths_agree else [normal]
     if max(out.errors) <= limit:
         return Diagnoses(length)
-    changes, states = list(_changes(model)), dict[tuple[int, ...], NDArray[np.float64]]()
+    changes, states = list(_changes(model)), dict[tuple[int, ...], Wide]()
     for count in (1, 2):
-        fitting = [
-            group
-            for group in combinations(changes, count)
-            if len({each.kind for each in group}) == count
-            and max(_errors(theirs, _vectors(model, texts, group, states)[:, : theirs.shape[1]])) <= limit
-        ]
+        groups = [group for group in combinations(changes, count) if len({each.kind for each in group}) == count]
+        vectors = (_vectors(model, texts, group, states)[:, : theirs.shape[1]] for group in groups)
+        fitting = [group for group, mine in zip(groups, vectors, strict=True) if max(_errors(theirs, mine)) <= limit]
         if fitting:
-            found = [
-                sure_or_possible(
-                    " + ".join(each.name for each in group),
-                    "; and ".join(each.cause for each in group),
-                    " ".join(each.remedy for each in group),
-                    len(fitting) == 1,
-                )
-                for group in fitting
-            ]
-            return Diagnoses([*found, *length])
+            causes = [sure_or_possible(*joined(group), len(fitting) == 1) for group in fitting]
+            return Diagnoses([*causes, *length])
     return Diagnoses(length)
 
 
-def _vectors(
-    model: Model, texts: Sequence[str], group: Sequence[_Change], states: dict[tuple[int, ...], NDArray[np.float64]]
-) -> NDArray[np.float64]:
+def _vectors(model: Model, texts: Sequence[str], group: Sequence[_Change], states: dict[tuple[int, ...], Wide]) -> Wide:
     """The reference's vectors with these deviations.   states: final hidden states by ids, computed once"""
     prompt = next((each.prompt for each in group if each.prompt is not None), None)
     pooling = next((each.pooling for each in group if each.pooling is not None), model.config.pooling)

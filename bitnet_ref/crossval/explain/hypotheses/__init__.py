@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ....families import FAMILIES, KINDS, family_of
 from ....families.family import Hypothesis
-from ....reference.layers import Array
+from ...types import Tensors
 from ..variants import Setting
 from .activations import HYPOTHESES as ACTIVATIONS
 from .attention import HYPOTHESES as ATTENTION
@@ -26,7 +24,7 @@ _OF_FAMILIES = {each.name: each for family in FAMILIES.values() for each in fami
 HYPOTHESES: tuple[Hypothesis, ...] = (*_OF_ALL, *_OF_FAMILIES.values())
 
 
-def forward_hypotheses(setting: Setting, candidate: Mapping[str, Array]) -> tuple[Hypothesis, ...]:
+def forward_hypotheses(setting: Setting, candidate: Tensors) -> tuple[Hypothesis, ...]:
     """Those of all models, of this one's family, about linears whose results in the candidate are zeros, and of the
     calls that the candidate says it was computed in."""
     known = (*_OF_ALL, *family_of(setting.config).mistakes)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from ....backends import Backend
 from ....families.family import Edit, Hypothesis, instead
 from ....reference import layers
-from ....reference.layers import Array
+from ....reference.layers import Array, Floats
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear
-from ..edits import input_floats
+from ..edits.kinds import input_floats
 from ..variants import Step
 from .linears import OUT, dequantizes
 
@@ -69,7 +69,8 @@ class BlockwiseBackend(Backend):
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: Array) -> Array:
         """(N, blocks, out), (N, blocks) -> (N, out)"""
         step = np.divide(np.float32(1), x_quant_scale, out=np.zeros_like(x_quant_scale), where=x_quant_scale != 0)
-        return (acc * step[..., None]).sum(axis=1, dtype=np.float32) * w.w_dequant_scale
+        total: NDArray[np.float32] = (acc * step[..., None]).sum(axis=1, dtype=np.float32)
+        return total * w.w_dequant_scale
 
 
 _BY_256 = BlockwiseBackend(256)
@@ -99,10 +100,6 @@ def _of_floats(compute: Edit, x: Array, w: TernaryLinear, scale: Array) -> Array
     return compute(layers.dense_matmul(x, w.ternary().astype(np.float32)), w, np.ones_like(scale))
 
 
-def _unquantized(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
-    return _of_floats(compute, input_floats(step), w, scale)
-
-
 def _in_plain_blocks(size: int) -> Edit:
     """int8 values with a scale for each block; what is computed from them is computed from the blocks' own."""
 
@@ -110,7 +107,7 @@ def _in_plain_blocks(size: int) -> Edit:
         floats = x if len(rest) == 1 else input_floats(step)
         blocks = floats.reshape(len(floats), -1, size)
         scales = _absmax(np.abs(blocks).max(axis=-1, keepdims=True))
-        codes = np.rint(blocks * scales)
+        codes: Floats = np.rint(blocks * scales)
         if len(rest) == 1:
             return codes.reshape(x.shape).astype(np.int8)
         return _of_floats(compute, (codes / scales).reshape(floats.shape), *rest)
@@ -118,23 +115,27 @@ def _in_plain_blocks(size: int) -> Edit:
     return edit
 
 
-def _asymmetric(step: Step, compute: Edit, x: Array, *rest: Any) -> Array:
+def _asymmetric(step: Step, compute: Edit, x: Floats, *rest: Any) -> Array:
     """A scale and a zero point for a token: its least value is -128, its largest 127."""
     is_product = len(rest) == 1 and isinstance(rest[0], TernaryLinear)
     floats = input_floats(step) if is_product else x
     low, high = floats.min(axis=-1, keepdims=True), floats.max(axis=-1, keepdims=True)
-    scale = np.float32(255) / np.maximum(high - low, np.float32(SCALE_FLOOR))
+    scale: Floats = np.float32(255) / np.maximum(high - low, np.float32(SCALE_FLOOR))
     if not rest:
         return scale
     zero = np.rint(-low * scale) - 128
-    return compute(x - zero, *rest) if is_product else np.clip(np.rint(x * scale) + zero, -128, 127).astype(np.int8)
+    if is_product:
+        return compute(x - zero, *rest)
+    codes: Floats = np.rint(x * scale) + zero
+    return codes.clip(-128, 127).astype(np.int8)
 
 
 def _of_128_wrapping(step: Step, compute: Edit, x: Array, *scale: Array) -> Array:
     """128 / max|x|, and the largest value as the int8 -128."""
     if not scale:
         return _absmax(np.abs(x).max(axis=-1, keepdims=True)) * np.float32(128 / 127)
-    return np.rint(x * scale[0]).astype(np.int64).astype(np.int8)
+    whole: Floats = np.rint(x * scale[0])
+    return whole.astype(np.int64).astype(np.int8)
 
 
 # fmt: off
@@ -171,5 +172,6 @@ HYPOTHESES = (
         "The scale is 127 / max|x|, and 0 is 0.", _asymmetric),
     product_mistake("activations_not_quantised",
         "activations are not quantised: dense products with the dequantised weights",
-        "Quantise the input of every BitLinear to int8.", _unquantized, dequantizes),
+        "Quantise the input of every BitLinear to int8.",
+        lambda step, compute, acc, *rest: _of_floats(compute, input_floats(step), *rest), dequantizes),
 )

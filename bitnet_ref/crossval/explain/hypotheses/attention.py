@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from ....families.family import Edit, Hypothesis, instead, leave_out, own_rope, turned_by
+from ....families.family import Hypothesis, instead, leave_out, own_rope, turned_by
 from ....reference.config import RopeConfig
 from ....reference.layers import Array
-from ..edits import interleaved, reads_kv_head, sees_by
-from ..variants import Step, is_seen
+from ..attention import is_seen
+from ..edits.attention import interleaved, reads_kv_head, sees_by
+from ..variants import Step
 
 rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
 scores_mistake = partial(Hypothesis, "*.attn.hook_attn_scores")
@@ -38,17 +39,9 @@ def _sees(name: str, cause: str, remedy: str, rule: Callable[[Array, Array, int 
     return scores_mistake(name, cause, remedy, sees_by(rule), fits)
 
 
-def _shares_kv_heads(step: Step) -> bool:
-    return bool(1 < step.inputs[1].shape[1] < step.setting.config.num_attention_heads)
-
-
 def _width(step: Step) -> float:
     """The head_dim that hidden_size and the number of heads give."""
     return step.setting.config.hidden_size / step.setting.config.num_attention_heads
-
-
-def _scaled_by_width(step: Step, compute: Edit, q: Array, *rest: Array) -> Array:
-    return compute(q, *rest) * np.float32((q.shape[2] / _width(step)) ** 0.5)
 
 
 # fmt: off
@@ -87,10 +80,12 @@ HYPOTHESES = (
     Hypothesis("*.attn.hook_attn_scores *.attn.hook_z", "gqa_heads_interleaved",
         "query heads are grouped wrongly: head h reads kv head h mod G",
         "Head h reads kv head h // (H/G): repeat each kv head H/G times in a row.",
-        reads_kv_head(lambda i, h, g: i % g), _shares_kv_heads),
+        reads_kv_head(lambda i, h, g: i % g),
+        lambda step: bool(1 < step.inputs[1].shape[1] < step.setting.config.num_attention_heads)),
     scores_mistake("scores_not_scaled", "scores are not divided by sqrt(d)",
         "q k / sqrt(head_dim).", lambda step, compute, q, *rest: compute(q, *rest) * np.float32(q.shape[2] ** 0.5)),
     scores_mistake("scores_scaled_by_width", "scores are divided by sqrt(D / H) where head_dim is something else",
         "Read head_dim from the config; it need not be hidden_size / num_attention_heads.",
-        _scaled_by_width, lambda step: _width(step) != step.setting.config.head_dim),
+        lambda step, compute, q, *rest: compute(q, *rest) * np.float32((q.shape[2] / _width(step)) ** 0.5),
+        lambda step: _width(step) != step.setting.config.head_dim),
 )

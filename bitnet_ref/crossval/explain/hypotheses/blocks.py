@@ -21,8 +21,6 @@ length_mistake = partial(Hypothesis, "*.hook_scale")
 norm_mistake = partial(Hypothesis, "*.hook_normalized")
 head_mistake = partial(Hypothesis, "lm_head.hook_out")
 
-# -- the gate and the norms --------------------------------------------------------------------------------------------
-
 
 def _has_activation(name: str) -> Callable[[Step], bool]:
     return lambda step: step.inputs[2] == name

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, layer_weights, own_rope
 from ....reference import layers
@@ -23,8 +22,10 @@ from ....reference.layers import Array
 from ....reference.weights import ModelWeights
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS, is_by_head, op_inputs
+from ...types import Ints, Mask, Tensors, Tokens
+from ..attention import all_scores, scores_of, values_of
 from ..number_formats import FLOATS, INT4_ROWS, INT8_ROWS, rounded, to_integers
-from ..variants import Setting, Step, all_scores
+from ..variants import Setting, Step
 
 _CACHE = "The cache holds, for each token of its own sequence, the rotated key and the value at its own position."
 _POSITION = "A token's position is the number of tokens of its sequence before it, those of earlier calls included."
@@ -44,7 +45,7 @@ def _several(step: Step) -> bool:
     return len(step.setting.calls) > 1
 
 
-def _starts(step: Step) -> NDArray[np.int64]:
+def _starts(step: Step) -> Ints:
     """The first token of each token's call; zeros for one call."""
     calls = step.setting.calls
     return start_of_tokens(calls) if calls else np.zeros(len(step.setting.tokens), dtype=np.int64)
@@ -53,7 +54,7 @@ def _starts(step: Step) -> NDArray[np.int64]:
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
-Positions = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+Positions = Callable[[Ints, Ints, Ints], Ints]
 
 
 def turned_at(positions_of: Positions) -> Edit:
@@ -67,10 +68,10 @@ def turned_at(positions_of: Positions) -> Edit:
     return edit
 
 
-def _start_before(start: NDArray[np.int64]) -> NDArray[np.int64]:
+def _start_before(start: Ints) -> Ints:
     """The first token of the call before each token's call."""
     every = np.unique(start)
-    before: NDArray[np.int64] = every[np.maximum(np.searchsorted(every, start) - 1, 0)]
+    before: Ints = every[np.maximum(np.searchsorted(every, start) - 1, 0)]
     return before
 
 
@@ -91,7 +92,7 @@ _POSITIONS: tuple[tuple[str, str, Positions], ...] = (
 
 
 # (i, j, start of i's call, start of j's call, the end of i's call, first token of the second call) -> whether i sees j
-Sees = Callable[..., NDArray[np.bool_]]
+Sees = Callable[..., Mask]
 
 
 def sees_in_calls(rule: Sees) -> Edit:
@@ -106,7 +107,7 @@ def sees_in_calls(rule: Sees) -> Edit:
     return edit
 
 
-def _matrix(rule: Sees, calls: Calls) -> NDArray[np.bool_]:
+def _matrix(rule: Sees, calls: Calls) -> Mask:
     """(N, N), which token sees which by the rule."""
     starts = start_of_tokens(calls)
     i, j, ends = np.arange(len(starts))[:, None], np.arange(len(starts))[None], starts + np.repeat(calls, calls)
@@ -132,7 +133,7 @@ _SEES: tuple[tuple[str, str, Sees], ...] = (
 )  # fmt: skip
 
 
-def _of_last_call(starts: Array, of_seen: Array) -> NDArray[np.bool_]:
+def _of_last_call(starts: Array, of_seen: Array) -> Mask:
     """Whether the seen token's call is the looking token's or the one before."""
     order = np.unique(of_seen)
     return np.searchsorted(order, starts) - np.searchsorted(order, of_seen) <= 1
@@ -179,7 +180,7 @@ def _turned_again(keys: Array, step: Step) -> Array:
 
 
 def _before_rope(keys: Array, step: Step) -> Array:
-    attn = step.name.rpartition(".")[0]
+    attn = step.owner
     return step.seen.get(f"{attn}.k_norm.hook_normalized", step.seen[f"{attn}.hook_k"])
 
 
@@ -257,15 +258,14 @@ MOVED, FROM_0, ALL_AT_0 = "", "_from_0", "_at_0"
 _PLACES = {MOVED: "", FROM_0: ", both from position 0", ALL_AT_0: ", at position 0"}
 
 
-def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
+def sees_in_front(front: Tokens, place: str, from_call: int) -> Edit:
     """Attention that also sees these tokens, laid in front of the sequence.   from_call: only from that call on."""
 
     def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
-        attn, setting = step.name.rpartition(".")[0], step.setting
+        attn, setting = step.owner, step.setting
         if not step.name.endswith("hook_z"):  # RoPE
-            return (
-                compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
-            )
+            moves = turned_at(lambda p, *_: p + len(front))
+            return compute(*inputs) if place != MOVED else moves(step, compute, *inputs)
         values, n = inputs[1], len(setting.tokens)
         seen = front[:1] if place == ALL_AT_0 else front
         steps = _steps_of(setting.config, setting.weights, setting.path, *seen)
@@ -273,17 +273,14 @@ def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
         keys_in_front, v_in_front = (steps[name].inputs[1] for name in (scores, step.name))
         if place == ALL_AT_0:  # which are all the same
             keys_in_front, v_in_front = (np.repeat(x, len(front), axis=0) for x in (keys_in_front, v_in_front))
-        heads, group = len(inputs[0]), len(inputs[0]) // values.shape[1]
-        q = step.seen[op_inputs(scores, setting.config)[0]].reshape(n, heads, -1)
-        k_wide, v_wide = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys_in_front, v_in_front))
-        in_front = np.einsum("ihd,jhd->hij", q.astype(np.float64), k_wide) * q.shape[2] ** -0.5
+        q = step.seen[op_inputs(scores, setting.config)[0]].reshape(n, len(inputs[0]), -1)
+        in_front = scores_of(q.astype(np.float64), keys_in_front)
         if (window := setting.config.window_of(step.layer or 0)) is not None:
             distance = np.arange(n)[:, None] - (np.arange(len(front)) - len(front))
             in_front = np.where(distance < window, in_front, -np.inf)
         own = step.seen[scores].astype(np.float64)
         both = layers.softmax(np.concatenate([in_front, own], axis=2))
-        z = np.einsum("hij,jhd->ihd", both[:, :, : len(front)], v_wide)
-        z += np.einsum("hij,jhd->ihd", both[:, :, len(front) :], np.repeat(values, group, axis=1).astype(np.float64))
+        z = values_of(both, np.concatenate([v_in_front, values]))
         right = compute(*inputs)
         in_scope = call_of_tokens(setting.calls or (n,)) >= from_call
         return np.where(in_scope[:, None, None], z.astype(right.dtype), right)
@@ -294,7 +291,7 @@ def sees_in_front(front: Sequence[int], place: str, from_call: int) -> Edit:
 _front_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk] *.attn.hook_z")
 
 
-def _fronts(setting: Setting) -> Iterator[tuple[str, str, Sequence[int]]]:
+def _fronts(setting: Setting) -> Iterator[tuple[str, str, Tokens]]:
     """(name, words, tokens) of what may lie before a sequence of a batch."""
     for index, other in enumerate(setting.others):
         yield f"other_{index}", _other_in_words(setting, index), other
@@ -313,9 +310,7 @@ def _other_in_words(setting: Setting, index: int) -> str:
 # -- which of them apply -----------------------------------------------------------------------------------------------
 
 
-def call_hypotheses(
-    setting: Setting, candidate: Mapping[str, Array], known: Sequence[Hypothesis]
-) -> tuple[Hypothesis, ...]:
+def call_hypotheses(setting: Setting, candidate: Tensors, known: Sequence[Hypothesis]) -> tuple[Hypothesis, ...]:
     """The mistakes of calls, caches and other sequences for a run that has them; () for a run of one call.
 
     known: mistakes of single steps, each of which may be made in some calls only.
@@ -381,20 +376,18 @@ def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
         return
     start = int(starts[first])
     rings = range(start, start + calls[int(call_of_tokens(calls)[first])])  # the first that the call's writing overruns
-    views = [
-        (f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _ring(size))
-        for size in rings[:_RINGS]
-        if 1 <= size < n
-    ]
-    views += [
-        (f"window_of_{size}_in_decoding", f"later calls see {size} tokens only, itself included", _narrow(size))
-        for size in limits
-    ]
+    views: list[tuple[str, str, Sees]] = []
+    for size in rings[:_RINGS]:
+        if 1 <= size < n:
+            views.append((f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _ring(size)))
+    for size in limits:
+        cause = f"later calls see {size} tokens only, itself included"
+        views.append((f"window_of_{size}_in_decoding", cause, _narrow(size)))
     for name, cause, sees in views:
         yield _sees_mistake(name, cause, _CACHE, sees_in_calls(sees))
 
 
-def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int | None:
+def first_wrong_token(setting: Setting, candidate: Tensors) -> int | None:
     """The first token with a wrong row in the residual stream or the logits; None if none is, or neither is recorded."""
     first = None
     for name, step in setting.steps.items():
@@ -412,7 +405,7 @@ def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int |
     return first
 
 
-def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
+def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, Mask]]:
     """(name, words, tokens (N,)) of the calls that a kernel of its own may compute, none twice.
 
     first: the first wrong token, which must be in one.
@@ -431,11 +424,11 @@ def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray
 
 
 def _in_some_calls(calls: Calls, known: Sequence[Hypothesis], first: int | None) -> list[Hypothesis]:
+    possible = [h for h in known if h.name not in _IMPOSSIBLE_IN_CALLS and not h.name.startswith(_OF_CALLS)]
     return [
         replace(h, name=f"{h.name}_in_{name}", cause=f"{h.cause}, {words}", edit=_at_tokens(h.edit, rows.tobytes()))
         for name, words, rows in _scopes(calls, first)
-        for h in known
-        if h.name not in _IMPOSSIBLE_IN_CALLS and not h.name.startswith(_OF_CALLS)
+        for h in possible
     ]
 
 

@@ -13,7 +13,7 @@ from ....families.family import Edit, Hypothesis, before, instead
 from ....formats.gguf.evidence import permute_rows, unpermute_rows
 from ....reference.layers import Array
 from ....reference.weights import LinearWeight
-from ..edits import interleaved
+from ..edits.attention import interleaved
 from ..variants import Step, with_matrix
 
 layout_mistake = partial(Hypothesis, "*_proj.hook_acc_int32")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from ....families.family import Edit, Hypothesis, after, before, layer_weights
-from ....reference.layers import Array
+from ....reference.layers import Array, Floats
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear, TernaryWeight
+from ...types import Tensors
 from ..number_formats import rounded
 from ..variants import Setting, Step
 
@@ -46,7 +47,8 @@ def _scale_by_thirds(step: Step, compute: Edit, acc: Array, w: TernaryLinear, x_
     scales = np.array([each.w_dequant_scale for each in _qkv(step)], dtype=np.float32)
     thirds = np.minimum(np.arange(sum(sizes)) * 3 // sum(sizes), 2)  # of the rows of the fused matrix
     own = np.split(thirds, np.cumsum(sizes)[:2])["qkv".index(step.name.rpartition("_proj")[0][-1])]
-    return acc.astype(np.float32) * (scales[own][None, :] / x_quant_scale)
+    factors: Floats = scales[own][None, :] / x_quant_scale
+    return acc.astype(np.float32) * factors
 
 
 def _has_fewer_kv_heads(step: Step) -> bool:
@@ -65,9 +67,9 @@ def masters_mistake(
     """quantize(step, W (N, K)): another way to quantise the masters of these BitLinears."""
 
     def edit(step: Step, compute: Edit, x: Array, w: TernaryWeight, *scale: Array) -> Array:
-        master = step.setting.master(_linear(step))
+        master = step.setting.master(step.owner)
         if master is None:
-            raise LookupError(f"{_linear(step)} has no master")
+            raise LookupError(f"{step.owner} has no master")
         w_t, w_scale = quantize(step, master)
         if scale:  # x are the accumulators
             return (x.astype(np.float32) * (w_scale / scale[0])).astype(np.float32)
@@ -75,10 +77,6 @@ def masters_mistake(
 
     steps = " ".join(f"*.{linear}.{hook}" for linear in linears for hook in ("hook_acc_int32", "hook_out"))
     return Hypothesis(steps, name, cause, remedy, edit, _has_master)
-
-
-def _linear(step: Step) -> str:
-    return step.name.rpartition(".")[0]
 
 
 def _has_master(step: Step) -> bool:
@@ -105,7 +103,7 @@ def _in_bfloat16(step: Step, w: Array) -> Quantized:
 
 def _merged(names: Sequence[str], step: Step, w: Array) -> Quantized:
     """By the mean |W| of the matrices that are computed as one."""
-    block = _linear(step).rpartition(".")[0]
+    block = step.owner.rpartition(".")[0]
     masters = [step.setting.master(f"{block}.{name}") for name in names]
     values = np.concatenate([np.abs(each).reshape(-1) for each in masters if each is not None])
     return _ternary(w, values.mean(dtype=np.float64).astype(np.float32))
@@ -158,9 +156,6 @@ HYPOTHESES = (
 # fmt: on
 
 
-# -- linears that return zeros -----------------------------------------------------------------------------------------
-
-
 def _zeros(subject: str, names: list[str]) -> Hypothesis:
     """These linears give zeros; `subject` names them in the cause."""
     cause = f"{subject} return zeros"
@@ -169,13 +164,11 @@ def _zeros(subject: str, names: list[str]) -> Hypothesis:
     return Hypothesis(steps, "unsupported_shape_gives_zeros", cause, remedy, after(np.zeros_like))
 
 
-def zero_hypotheses(s: Setting, candidate: Mapping[str, Array]) -> Iterator[Hypothesis]:
+def zero_hypotheses(s: Setting, candidate: Tensors) -> Iterator[Hypothesis]:
     """Linears that give zeros: those whose recorded results are zeros or, if none is recorded, those of each shape."""
     blocks = {name: w for name, w in s.weights.linears() if name != "lm_head"}
-    outputs = {
-        name: [candidate[n] for n in (f"{name}.hook_acc_int32", f"{name}.hook_out") if n in candidate]
-        for name in blocks
-    }
+    hooks = ("hook_acc_int32", "hook_out")
+    outputs = {name: [candidate[n] for h in hooks if (n := f"{name}.{h}") in candidate] for name in blocks}
     zeros = [name for name, arrays in outputs.items() if arrays and not any(a.any() for a in arrays)]
     if zeros:
         shapes = sorted({"(out {}, in {})".format(*blocks[name].shape) for name in zeros})

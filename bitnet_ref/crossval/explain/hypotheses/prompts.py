@@ -6,7 +6,7 @@ To test one, the reference's own ids are changed. The result must equal the cand
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from ....backends.loaded import LoadedModel
 from ....errors import TokenizerError
 from ....tokenizers.base import END_OF_TURN
+from ...types import Ids, Tokens
 
 if TYPE_CHECKING:
     from ....tokenizers import Tokenizer
-
-Ids = list[int]
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class TokenHypothesis:
 
 
 def prompt_hypotheses(
-    ids: Sequence[int], candidate_ids: Sequence[int], tokenizer: Tokenizer | None, prompt: str | None
+    ids: Tokens, candidate_ids: Tokens, tokenizer: Tokenizer | None, prompt: str | None
 ) -> list[TokenHypothesis]:
     """Mistakes in encoding a prompt: `ids` are the reference's, `prompt` the text they were encoded from, if known."""
     right, bos = list(ids), tokenizer.bos_id if tokenizer else None
@@ -85,9 +84,8 @@ _OPEN = "Assistant: "
 
 def _older_template(prompt: str) -> str:
     """The `Human: / BITNETAssistant:` template that the published GGUF file carries."""
-    text = _TURN.sub(
-        lambda m: {"User": "Human: ", "Assistant": "BITNETAssistant: "}.get(m[1], "") + m[2] + "\n\n", prompt
-    )
+    names = {"User": "Human: ", "Assistant": "BITNETAssistant: "}
+    text = _TURN.sub(lambda turn: f"{names.get(turn[1], '')}{turn[2]}\n\n", prompt)
     return text.removesuffix(_OPEN) + "BITNETAssistant: " if text.endswith(_OPEN) and text != prompt else prompt
 
 
@@ -106,6 +104,14 @@ _TEXT_CHANGES: tuple[tuple[str, str, str, Callable[[str], str]], ...] = (
         lambda text: text if text.endswith(_OPEN) else text.strip()),  # `template_space_missing` covers those
 )
 # fmt: on
+
+
+def ids_as_message(model: LoadedModel, text: str) -> Ids | None:
+    """The ids of a conversation that begins with this message; None if the model has no chat template."""
+    try:
+        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
+    except TokenizerError:
+        return None
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer | None:
