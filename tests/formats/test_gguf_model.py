@@ -27,6 +27,7 @@ from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, wri
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.formats.names import linear_of_gguf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.quantization import quantize_weights, unpack_ternary
@@ -118,6 +119,16 @@ def test_what_is_said(tmp_path):
         assert "x86 assumed" in checkpoint.evidence[1]
     assert any("only -s, 0 and +s" in words for words in evidence_of(GGUF / "f16.gguf"))
     assert evidence_of(GGUF / "tq2_0.gguf") == []
+
+
+def test_the_names_of_linears():
+    """A router has rows and columns too."""
+    names = {
+        "blk.3.attn_output": "blocks.3.attn.o_proj",
+        "blk.0.ffn_down": "blocks.0.mlp.down_proj",
+        **dict.fromkeys(("blk.0.attn_norm", "blk.0.ffn_gate_inp", "blk.0.", "output"), None),
+    }
+    assert {name: linear_of_gguf(f"{name}.weight") for name in names} == names
 
 
 def test_the_configuration():
