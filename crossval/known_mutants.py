@@ -301,4 +301,6 @@ KNOWN: dict[str, str] = {
     ),
     "formats/gguf/file.py _Header._need: grown = min(self.limit, max(end, 2 * len(self._buffer), 1 << 16)) "
     "-> grown = min(self.limit, max(end, 2 * len(self._buffer), (1 >> 16)))": ("how far a header is read ahead"),
+    "evaluation/perplexity.py cut_sentences: return [(np.array(each, dtype=np.int64), 1) for each in packs] -> "
+    "return [((np.array(each)), 1) for each in packs]": ("int64 is NumPy's own choice for integers"),
 }
