@@ -289,4 +289,18 @@ KNOWN: dict[str, str] = {
     "(available_backends()['cython'] is not None) else \"numpy\")": (
         "the other backend, on which both models are computed"
     ),
+    "formats/gguf/tl.py _tl2_counts: by_row = zeros.sum(axis=1, dtype=np.uint8)[tiles].sum(axis=2, "
+    "dtype=np.float32) -> by_row = (zeros.sum(axis=1))[tiles].sum(axis=2, dtype=np.float32)": (
+        "how wide the numbers of a table are: no sum in it is more than 6"
+    ),
+    "formats/convert/proof.py: _BLOCK_VALUES = 1 << 22 -> _BLOCK_VALUES = (2) << 22": (
+        "how many values are compared at a time"
+    ),
+    "formats/gguf/file.py _Header._need: if end > len(self._buffer): -> if (end >= len(self._buffer)):": (
+        "how far a header is read ahead"
+    ),
+    "formats/gguf/file.py _Header._need: grown = min(self.limit, max(end, 2 * len(self._buffer), 1 << 16)) "
+    "-> grown = min(self.limit, max(end, 2 * len(self._buffer), (1 >> 16)))": ("how far a header is read ahead"),
+    "evaluation/perplexity.py cut_sentences: return [(np.array(each, dtype=np.int64), 1) for each in packs] -> "
+    "return [((np.array(each)), 1) for each in packs]": ("int64 is NumPy's own choice for integers"),
 }

@@ -29,12 +29,14 @@ from bitnet_ref.families.family import widest_window
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul, split_groups
 from bitnet_ref.families.moe import Experts, MoeLayer, choose_experts, chosen_ids
 from bitnet_ref.families.qwen3_5 import DeltaInputs, delta_recurrence
+from bitnet_ref.formats.checkpoint import part_count, parts
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.hf.writer import hf_config_json
 from bitnet_ref.formats.names import hf_modules
 from bitnet_ref.formats.native.model import VERSION
+from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.generation.embed import token_rows
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.cache import TokenBatch
@@ -80,6 +82,19 @@ def test_float64(case):
         np.testing.assert_allclose(m.logits(expected["tokens"]), expected["logits64"], rtol=0, atol=3e-4)
     else:
         np.testing.assert_allclose(m.embed(expected["tokens"]), expected["embedding64"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_are_counted(case):
+    """For the progress of loading and of conversions."""
+    with open_checkpoint(FAMILIES / case) as checkpoint:
+        assert part_count(checkpoint.config) == len(list(parts(checkpoint)))
+
+
+def test_room_for_a_layer_unlike_the_first(tmp_path):
+    message = r"blocks\.1\.mlp\.gate_proj: by the configuration it has \d+ x 128 weights, and all tensors have"
+    with pytest.raises(FormatError, match=message):
+        changed_case(tmp_path / "x", "qwen3_moe-groups128", intermediate_size=1 << 40)
 
 
 @pytest.mark.sample(32)

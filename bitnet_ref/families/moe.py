@@ -98,6 +98,10 @@ class MoeConfig(ModelConfig):
         """Whether the layer's feed-forward is a mixture."""
         return layer not in self.dense_layers
 
+    @property
+    def layers_differ(self) -> bool:
+        return super().layers_differ or bool(self.dense_layers)
+
     def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         shapes = super().linear_shapes(layer)
         if not self.is_sparse(layer):

@@ -278,15 +278,15 @@ def all_linears(config: ModelConfig) -> list[str]:
 def part_count(config: ModelConfig) -> int:
     """The number of parts that `parts` gives. Computed without a list: a config may claim billions of layers."""
     heads = 2 + (not config.tie_word_embeddings)
-    if config.layer_types:  # as many as there are layers
-        return heads + sum(_parts_of_layer(config, i) for i in range(len(config.layer_types)))
+    if config.layers_differ:  # its file lists them
+        return heads + sum(_parts_of_layer(config, i) for i in range(config.num_hidden_layers))
     return heads + config.num_hidden_layers * _parts_of_layer(config, 0)
 
 
 def check_room(config: ModelConfig, nbytes: int, path: Path) -> None:
     """FormatError for matrices that tensors of so many bytes cannot hold, as each weight takes a bit at least. To be
     called before anything of a row's or a column's size is made."""
-    for layer in range(len(config.layer_types)) if config.layer_types else (0,):
+    for layer in range(config.num_hidden_layers) if config.layers_differ else (0,):
         for name, (n, k) in config.linear_shapes(layer).items():
             if n * k > 8 * nbytes:
                 message = f"by the configuration it has {n} x {k} weights, and all tensors have {nbytes} bytes"

@@ -164,6 +164,11 @@ class ModelConfig:
         """How many tokens a sequence may have."""
         return int(self.max_position_embeddings * self.rope.context_factor)
 
+    @property
+    def layers_differ(self) -> bool:
+        """Whether a layer may have other parts than the first one."""
+        return bool(self.layer_types)
+
     def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block, in the order of the computation."""
         return {

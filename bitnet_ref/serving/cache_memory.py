@@ -64,7 +64,7 @@ def cache_memory(
 def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
     """The pool of pages that the config asks for, or that fits into memory. Raises ConfigError, OutOfMemory."""
     size, context, dtype = config.page_size, model.config.context_length, config.cache_dtype
-    page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size, pages=1).nbytes
+    page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size).nbytes
     held, free = model.backend.memory()
     limit = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
     if limit is not None and held is None and free is not None:  # several memories: `free` respects the limit already

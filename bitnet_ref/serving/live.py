@@ -18,7 +18,6 @@ from .records import RequestProgress
 if TYPE_CHECKING:
     from rich.table import Table
 
-INTERVAL_S = 0.5
 MINUTE_S = 60.0
 MAX_ROWS = 16  # requests shown; the others are only counted
 LATENCIES = {"time_to_first_token_seconds": "first token", "inter_token_latency_seconds": "between tokens"}
@@ -159,7 +158,7 @@ class LiveView(AbstractContextManager["LiveView", None]):
     """
 
     def __init__(
-        self, look: Callable[[], tuple[Mapping[str, Any], list[RequestProgress], bool]], interval_s: float = INTERVAL_S
+        self, look: Callable[[], tuple[Mapping[str, Any], list[RequestProgress], bool]], interval_s: float
     ) -> None:
         self.interval_s = interval_s
         self._look, self._history = look, History()

@@ -37,7 +37,7 @@ from .metrics import EngineMetrics
 from .records import RequestProgress, StepPart, StepRecord
 from .scheduler import Job, PagedPlan, Scheduler
 from .step import PagedStepper, part_of, wrap
-from .tickets import Delivery, RequestStory, Ticket, check_process, wake_readers
+from .tickets import Delivery, RequestStory, Ticket, wake_readers
 
 ENDED_STORIES = 64
 STALE_DEADLINES = 1024  # of requests that have ended; more are dropped at once
@@ -80,7 +80,6 @@ class Worker:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue it. Raises QueueFull, EngineClosed."""
-        check_process(self.process)
         with self._lock:
             if self._closing is not None:
                 raise EngineClosed(f"{self._closing}; make another one")

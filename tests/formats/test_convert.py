@@ -470,6 +470,27 @@ def test_how_much_a_format_may_round(a, b, kind, problem, monkeypatch):
     assert proof.problems == ([] if problem is None else [problem])
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "gap", "problem"),
+    [
+        (("F32", "F32"), 0, None),
+        (("F32", "F32"), 3e-5, "the logits differ by 3.0e-05 though all tensors are equal"),
+        (("F32", "F16"), 3e-5, None),
+        (("F32", "F16"), 5e-5, "the logits differ by 5.0e-05 though all tensors are equal"),
+    ],
+)
+def test_how_far_logits_may_differ(dtypes, gap, problem, monkeypatch):
+    """Sums of values in another dtype, which are summed in another order: by 1e-5 of the largest logit, 4 here."""
+    logits = np.array([[1, -4], [3, 2]], np.float32)
+    models = [SimpleNamespace(config=SimpleNamespace(num_hidden_layers=1), dtype=dtype) for dtype in dtypes]
+    results = iter([logits, logits + np.array([[gap, 0], [0, 0]], np.float32)])
+    monkeypatch.setattr(proof_module, "_logits", lambda *_: next(results))
+    monkeypatch.setattr(proof_module, "_float_dtypes", lambda checkpoint: checkpoint.dtype)
+    proof = Proof()
+    proof_module._compare_logits(*models, proof, None)
+    assert proof.problems == ([] if problem is None else [problem])
+
+
 def test_what_a_proof_computes(tmp_path):
     """The logits only of what is equal, and only if asked."""
     for name in ("good", "bad"):

@@ -27,6 +27,7 @@ from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, wri
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.formats.names import linear_of_gguf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.quantization import quantize_weights, unpack_ternary
@@ -106,15 +107,28 @@ def test_from_gguf_to_gguf(kind, tmp_path):
         assert written.read_bytes() == (GGUF / f"{kind}.gguf").read_bytes()
 
 
-def test_what_is_said():
+def test_what_is_said(tmp_path):
     with GgufCheckpoint(GGUF / "i2_s.gguf") as checkpoint:
         assert checkpoint.kind == "gguf-i2_s"
         assert checkpoint.metadata["tokenizer.ggml.model"] == "no_vocab"
         dialect, layout = checkpoint.evidence
         assert "bitnet.cpp" in dialect
         assert "x86 assumed" in layout
+    path = changed(tmp_path / "x.gguf", GGUF / "i2_s.gguf", drop=["blk.0.attn_norm.weight"])
+    with GgufCheckpoint(path) as checkpoint:  # the other matrices and norms are compared
+        assert "x86 assumed" in checkpoint.evidence[1]
     assert any("only -s, 0 and +s" in words for words in evidence_of(GGUF / "f16.gguf"))
     assert evidence_of(GGUF / "tq2_0.gguf") == []
+
+
+def test_the_names_of_linears():
+    """A router has rows and columns too."""
+    names = {
+        "blk.3.attn_output": "blocks.3.attn.o_proj",
+        "blk.0.ffn_down": "blocks.0.mlp.down_proj",
+        **dict.fromkeys(("blk.0.attn_norm", "blk.0.ffn_gate_inp", "blk.0.", "output"), None),
+    }
+    assert {name: linear_of_gguf(f"{name}.weight") for name in names} == names
 
 
 def test_the_configuration():
@@ -612,6 +626,12 @@ BAD_METADATA = {
     "an encoder": ({f"{ARCH}.attention.causal": Typed("bool", False)}, [], "encoder", f"{ARCH}.attention.causal"),
     "no eps": ({}, [f"{ARCH}.attention.layer_norm_rms_epsilon"], "absent", f"{ARCH}.attention.layer_norm_rms_epsilon"),
     "NaN": ({f"{ARCH}.rope.freq_base": Typed("float32", float("nan"))}, [], "nan", f"{ARCH}.rope.freq_base"),
+    "true for a number": (
+        {f"{ARCH}.rope.freq_base": Typed("bool", True)},
+        [],
+        "number; got True",
+        f"{ARCH}.rope.freq_base",
+    ),
     "another width": ({f"{ARCH}.embedding_length": Typed("uint32", 128)}, [], "says 128", f"{ARCH}.embedding_length"),
     "another vocabulary": ({f"{ARCH}.vocab_size": Typed("uint32", 500)}, [], "512 rows", f"{ARCH}.vocab_size"),
     "partial rotary": (

@@ -164,7 +164,8 @@ def test_random_weights_do_not_show_it(layout):
     assert "do not tell" in verdict.words
 
 
-@pytest.mark.parametrize("shape", [(4, 128), (1024, 256), (1028, 384), (12, 96), (6, 128)])  # counted once, or unpacked
+# counted once, or unpacked
+@pytest.mark.parametrize("shape", [(4, 128), (1024, 256), (1028, 384), (12, 96), (6, 128), (128, 129)])
 def test_shares_of_nonzeros(shape):
     raw = pack_i2_s(random_ternary(rng(6), *shape), 1.0)
     shares = LayoutEvidence().densities(raw, shape)

@@ -113,6 +113,9 @@ def test_our_dense_graph_by_its_names_alone(tmp_path):
     (tmp_path / "config.json").write_bytes((GOLDEN / case / "config.json").read_bytes())
     logits = bitnet_ref.load(tmp_path / "m.onnx", backend="numpy").logits(TOKENS)
     np.testing.assert_array_equal(logits, model(GOLDEN / case).logits(TOKENS))
+    with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
+        words = "the configuration is that of config.json beside the file; the graph itself is not read"
+        assert checkpoint.evidence == [words]
 
 
 def test_norms_that_an_exporter_merged(tmp_path):

@@ -73,6 +73,22 @@ def test_the_last_request_and_the_last_byte_that_are_admitted():
     assert (count.running, count.nbytes) == (1, 10)
 
 
+def test_a_body_that_is_late_is_waited_for_once():
+    """Not again before the answer, as the rest of one that is refused."""
+
+    async def never():
+        await asyncio.Event().wait()
+        yield b""
+
+    intake = _Intake(is_read=False)
+    _current.set(intake)
+    count = Admission(ServerLimits(body_timeout_s=0))
+    with pytest.raises(RequestError, match="the body did not arrive within 0 s") as caught:
+        asyncio.run(count.read(SimpleNamespace(headers={}, stream=never)))
+    assert caught.value.status == 408
+    assert intake.is_read
+
+
 def test_large_bodies_are_read_in_a_thread_of_their_own():
     async def read(nbytes):
         count = Admission(ServerLimits())

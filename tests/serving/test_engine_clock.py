@@ -361,9 +361,12 @@ def test_the_bell_is_waited_for_as_long_as_it_is_said(drive, monkeypatch):
 
 
 def test_an_idle_engine_sleeps_until_a_paused_request_is_late(drive, monkeypatch):
+    """And not until one is late that has ended."""
     driven, waits = drive(max_unread=1), []
+    ended = driven.engine.submit("Alice", max_tokens=1, timeout_s=1.0)
     stream = driven.engine.stream("Alice", max_tokens=20, ignore_eos=True, timeout_s=3.0)
     driven.step()
+    assert ended.done
     assert driven.gauges() == (0, 0, 1)
 
     def wait(timeout_s):

@@ -61,6 +61,7 @@ def test_the_defaults():
         "timeline_steps": 2000,
         "replicas": 1,
     }
+    assert hash(EngineConfig(sampling={"top_k": 3})) == hash(EngineConfig())  # a dict has none
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_a_dropped_engine_ends_it():
 def test_without_ipywidgets_it_is_a_still(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     view = engine.live()
+    assert view.interval_s == 0.5
     with pytest.raises(BackendUnavailable, match=r"pip install 'bitnet-ref\[notebooks\]'"):
         assert view.widget is not None
     engine.generate("Alice", max_tokens=3)

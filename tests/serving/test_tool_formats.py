@@ -109,6 +109,20 @@ def test_the_form_is_known_by_the_template(name):
     assert find_format(TEMPLATES[name]).name == name
 
 
+def test_marks_that_are_read_even_as_special_tokens():
+    assert {name: form.marks for name, form in BY_NAME.items()} == {
+        "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        "functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+        "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+        "minicpm": ("<|tool_call_start|>", "```", "<|tool_call_end|>"),
+        "qwen-xml": ("<tool_call>", "<function=", "</tool_call>", "</function>"),
+        "minicpm-xml": ('<function name="', "</tool_call>", "</function>"),
+        "hermes": ("<tool_call>", "</tool_call>"),
+        "llama-pythonic": ("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
+        "llama-json": ("<|python_tag|>", ";"),
+    }
+
+
 def test_a_template_that_shows_no_form_has_hermes():
     assert find_format("{{ tools }}").name == "hermes"
 
