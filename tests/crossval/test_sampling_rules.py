@@ -161,6 +161,7 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
         ({"chosen": [7]}, "chosen: expected ids below 3"),
         ({"chosen": None}, "chosen: is missing"),
         ({"prompt": [9]}, "prompt: expected ids below 3"),
+        ({"prompt": [[1], "more"]}, "prompt: expected ids below 3"),
         ({"seeds": 1}, "seeds: there is no such key"),
         ({"probabilities": [0.5, 0.5]}, "probabilities: expected (1, 3)"),
     ],

@@ -232,7 +232,7 @@ def _histories(value: Any, name: str, rows: int, vocab_size: int, path: Path) ->
         value = [ids] * rows
     lists = [_ids(each) for each in value] if isinstance(value, list) else []
     out = [each for each in lists if each is not None]
-    if len(out) != rows or any(token >= vocab_size for each in out for token in each):
+    if len(lists) != rows or len(out) != rows or any(token >= vocab_size for each in out for token in each):
         expected = f"expected ids below {vocab_size}, one list or one for each of {rows} rows"
         raise FormatError(expected, path=path, field=name)
     return out
