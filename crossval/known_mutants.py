@@ -303,4 +303,20 @@ KNOWN: dict[str, str] = {
     "-> grown = min(self.limit, max(end, 2 * len(self._buffer), (1 >> 16)))": ("how far a header is read ahead"),
     "evaluation/perplexity.py cut_sentences: return [(np.array(each, dtype=np.int64), 1) for each in packs] -> "
     "return [((np.array(each)), 1) for each in packs]": ("int64 is NumPy's own choice for integers"),
+    "formats/binary_file.py: _ADVISED_BYTES = 512 << 10 # per request: Linux reads no more than its disk "
+    "takes at once, and forgets the rest -> _ADVISED_BYTES = (513) << 10 # per request: Linux reads no "
+    "more than its disk takes at once, and forgets the rest": ("how much is asked of the disk at a time"),
+    "formats/gguf/tl2.py pack_tl2: blocks = v.reshape(ms, 32, k3 // big_k, big_k // 24, 8).transpose(2, 0, "
+    "3, 1, 4).reshape(-1, 32, 8) -> blocks = (v.reshape(ms, 32, k3 // big_k, big_k // 24, 8).transpose(2, "
+    "0, 3, 1, 4).reshape(32, -1, 8))": ("the same values in the same order, whatever the shape"),
+    "formats/gguf/tl_tiles.py _divisors: small = [d for d in range(1, isqrt(number) + 1) if number % d == "
+    "0] -> small = [d for d in range(1, isqrt(number) + (2)) if number % d == 0]": (
+        "they are a set: a divisor above the root is there already"
+    ),
+    "formats/gguf/tl2.py _three_weights: table[abs(v) + 16 * (v < 0)] = w0 - 1, rest // 3 - 1, rest % 3 - "
+    "1 -> table[(abs(v) - 16 * (v < 0))] = w0 - 1, rest // 3 - 1, rest % 3 - 1": (
+        "an index below 0 counts from the end of the table, which is the same place"
+    ),
+    'formats/hf/wrappers.py hf_form: require(model_type in hf_forms(), "model_type", f"one of {\', '
+    "'.join(hf_forms())}\", model_type) -> pass": ("every family has a form in Hugging Face's files"),
 }

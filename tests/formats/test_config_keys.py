@@ -245,6 +245,7 @@ def test_keys_inside_quantization_config():
 
     plain = parse_hf_config({**TINY, **quantized()}, PATH)
     assert parse_hf_config({**TINY, **quantized(bits=2, desc_act=False, _note="x")}, PATH) == plain
+    assert parse_hf_config({**TINY, **quantized(bits=1.58)}, PATH) == plain
     assert field_of_error(**quantized(bits=4)) == "quantization_config.bits"
     assert field_of_error(**quantized(group_size=64)) == "quantization_config.group_size"
     with pytest.warns(ConfigWarning, match="quantization_config.odd: ignored"):

@@ -334,9 +334,9 @@ BAD = {
     "a key of 2^63": (raw_gguf(counts=(0, 1)) + u64(2**63) + bytes(16), "at most 65535", "metadata key 0"),
     "an empty key": (raw_gguf([("", STRING)]), "empty", "metadata key 0"),
     "a key twice": (raw_gguf([("a", STRING), ("a", STRING)]), "occurs twice", "metadata key 1"),
-    "a key that is not UTF-8": (raw_gguf([(b"\xff", STRING)]), "not UTF-8", "metadata key 0"),
+    "a key that is not UTF-8": (raw_gguf([(b"a\xff", STRING)]), "not UTF-8", "metadata key 0"),
     "a string that is not UTF-8": (raw_gguf([("a", u32(8) + text(b"a\xff"))]), "not UTF-8", "a"),
-    "strings that are not UTF-8": (raw_gguf([("a", array(8, 1, text(b"\xc3")))]), "not UTF-8", "a[0]"),
+    "strings that are not UTF-8": (raw_gguf([("a", array(8, 1, text(b"ab\xff")))]), "not UTF-8", "a[0]"),
     "alignment 0": (raw_gguf([("general.alignment", u32(4) + u32(0))]), "power of two", "general.alignment"),
     "alignment 24": (raw_gguf([("general.alignment", u32(4) + u32(24))]), "uint32 24", "general.alignment"),
     "alignment as text": (raw_gguf([("general.alignment", STRING)]), "string 'v'", "general.alignment"),
@@ -352,7 +352,7 @@ BAD = {
     "an absolute name": (raw_gguf(infos=[info("/x")], data=F8), "plain name", "tensor 0, name"),
     "a name with NUL": (raw_gguf(infos=[info("a\0b")], data=F8), "plain name", "tensor 0, name"),
     "a name of 65 bytes": (raw_gguf(infos=[info("x" * 65)], data=F8), "at most 64", "tensor 0, name"),
-    "a name that is not UTF-8": (raw_gguf(infos=[info(b"\xe9")], data=F8), "not UTF-8", "tensor 0, name"),
+    "a name that is not UTF-8": (raw_gguf(infos=[info(b"x\xff")], data=F8), "not UTF-8", "tensor 0, name"),
     "rank 5": (raw_gguf(infos=[info(dims=(1,) * 5)], data=F8), "at most 4", "x"),
     "rank 2^32 - 1": (raw_gguf(infos=[text("x") + u32(2**32 - 1) + bytes(64)]), "4294967295", "x"),
     "a product that wraps to 0": (raw_gguf(infos=[info(dims=(2**32, 2**32))], data=F8), "4294967296", "x"),
@@ -403,6 +403,7 @@ def test_bad_files(case, tmp_path):
     assert field is None or caught.value.field == field, caught.value
     assert caught.value.offset is not None
     assert 0 <= caught.value.offset <= max(len(content), 1)
+    assert "not UTF-8" not in message or content[caught.value.offset] == 0xFF
 
 
 def whole_numbers(**values):

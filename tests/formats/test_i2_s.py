@@ -122,8 +122,9 @@ def test_shapes():
         unpack_i2_s(np.zeros(65, np.uint8), (1, 128))
     with pytest.raises(FormatError, match="x86, arm, interleaved"):
         pack_i2_s(random_ternary(rng(4), 1, 128), 1.0, "neon")
-    with pytest.raises(ShapeError, match="of -1, 0, \\+1"):
-        pack_i2_s(np.full((1, 128), 2, np.int8), 1.0)
+    for code in (-2, 2):
+        with pytest.raises(ShapeError, match="of -1, 0, \\+1"):
+            pack_i2_s(np.repeat(np.int8([0, code]), 64)[None], 1.0)
 
 
 # -- which layout ------------------------------------------------------------------------------------------------------

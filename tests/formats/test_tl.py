@@ -340,7 +340,7 @@ def test_wrong_sizes_and_arguments(kind):
     for bad in ((0, 96, 32), (-32, 96, 32), (64, 96, 48), (48, 96, 32), (32, 100, 32), (32, 960, 32), (64, 96, 128)):
         with pytest.raises(ShapeError, match="tile sizes that fit"):
             decode_tl(kind, data, *w_t.shape, tiles=bad)
-    for matrix in (w_t.astype(np.int16), w_t[0], w_t + np.int8(1), w_t.tolist()):
+    for matrix in (w_t.astype(np.int16), w_t[0], w_t + np.int8(1), w_t - np.int8(1), w_t.tolist()):
         with pytest.raises(ShapeError):
             pack_tl(kind, matrix, tiles)
 

@@ -70,7 +70,6 @@ def decode_tl(
     Raises ShapeError (wrong number of bytes, tiles that do not fit) and FormatError (bytes that no such matrix has;
     undecidable tiles; bytes that contradict the tiles that bitnet.cpp uses for the shape).
     """
-    checked_bytes(f"decode_tl({kind})", data, tl_nbytes(kind, n, k))
     if tiles is not None:
         chosen, why = Tiles(*tiles), "given by the caller"
     else:
