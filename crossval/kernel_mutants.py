@@ -467,6 +467,7 @@ def _edited(kernels: Path) -> dict[str, str]:
     texts = {
         path.name: path.read_text() for kind in ("*.h", "*.pyx", "*.pxi", "sets_*.c") for path in kernels.glob(kind)
     }
+    texts.pop("_types.pxi", None)  # setup.py makes it from the edited ones
     for number, (file, marked) in enumerate(_marked_texts(), 1):
         mark = _MARK.search(marked)
         assert mark is not None, marked

@@ -202,7 +202,7 @@ def builds_on_answers(path):
     return path.stem != LONGEST and any("check.use(" in "".join(cell["source"]) for cell in cells(path, "code"))
 
 
-LONGEST = "09_training"  # runs as long as five others: it begins first, and they run beside it
+LONGEST = "09_training"  # trains models: it begins first, and the others run beside it
 
 
 def runs():

@@ -7,7 +7,7 @@ backend's kernels. Products of floats are BLAS's here as there. What has no kern
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,7 +163,7 @@ class Compiled:
 
     def adamw(self, w: Floats, g: Floats, m: Floats, v: Floats, rates: ops.AdamRates) -> None:
         arrays = w.reshape(-1), as_floats(g).reshape(-1), m.reshape(-1), v.reshape(-1)
-        _cpu.adamw(*arrays, *astuple(rates), self.kernel_set)
+        _cpu.adamw(*arrays, *rates, self.kernel_set)
 
 
 def compiled_ops() -> SimpleNamespace:

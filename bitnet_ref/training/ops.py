@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,7 +136,8 @@ class StepLinear:
 
     def split(self, x: Floats, axis: int) -> list[Floats]:
         """The linears' parts of an array whose `axis` has all outputs."""
-        return np.split(x, list(accumulate(self.sizes))[:-1], axis=axis)
+        before = (slice(None),) * axis  # slices: np.split takes five times as long
+        return [x[*before, end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,8 +332,7 @@ def sum_of_squares(g: Gradient) -> float:
     return float(np.square(g, dtype=np.float64).sum())
 
 
-@dataclass(frozen=True)
-class AdamRates:
+class AdamRates(NamedTuple):
     """The numbers of one step; keep: what weight decay leaves of w."""
 
     b1: float

@@ -294,16 +294,20 @@ class Trainer:
 
     @contextmanager
     def _workers(self) -> Iterator[ThreadPoolExecutor | Here]:
-        """A thread for each sequence in work, in which BLAS uses that thread alone. On a card: this thread."""
+        """A thread for each sequence in work, in which BLAS uses that thread alone. One thread, or a card: this one."""
         if self.backend == "cupy":
             yield Here()
             return
-        with blas_threads(1), ThreadPoolExecutor(self.threads) as pool:
-            yield pool
+        with blas_threads(1):
+            if self.threads == 1:  # a pool's hand-over takes an eighth of a small model's step
+                yield Here()
+                return
+            with ThreadPoolExecutor(self.threads) as pool:
+                yield pool
 
 
 class Here:
-    """What a pool of threads does, at once in the thread that asks: a card has one order of work."""
+    """What a pool of threads does, at once in the thread that asks."""
 
     map = staticmethod(map)
 

@@ -5,6 +5,7 @@ import math
 import re
 import tempfile
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -51,10 +52,23 @@ extern "C" __global__ void tree(const int* x, int* y) {
     y[i] = all[0];
 }
 """
-MEASURE = """        trainer.step(tokens)
-        if step + 1 in (half - width, half, half + width):
+MEASURE = """        trainer.step(next(stream))
+        if step + 1 in (half - width, half):
             losses[step + 1] = trainer.loss(exam)"""
-BOTH_FALLS = "losses[half - width] - losses[half], losses[half] - losses[half + width]"
+BOTH_FALLS = "losses[half - width] - losses[half], [losses[half] - end for end in ends]"
+LOSSES_OF_A_RUN = """        trainer.step(next(stream))
+        if step + 1 in (half - width, half):
+            losses[step + 1] = trainer.loss(exam)
+    rest = [next(stream) for _ in range(width)]
+    for plan in plans:
+        one = branch(trainer, plan)
+        for tokens in rest:
+            one.step(tokens)
+        ends.append(one.loss(exam))"""
+BRANCHES = """    for plan in plans:
+        one = branch(trainer, plan)
+        for tokens in rest:"""
+REST = "rest = [next(stream) for _ in range(width)]"
 VARIANCE = "np.var(a, ddof=1) / len(a) + np.var(b, ddof=1) / len(b)"
 SECOND_SCALE = "quantization.absmean_scale(W_t * s) / s"
 MASK = N4[None, :] > N4[:, None]
@@ -190,11 +204,6 @@ class Case:
 def own_fragments(a, b):
     """Exercise 8.mma by lanes that exchange nothing.   -> (32 lanes, rows g and g + 8)"""
     return np.einsum("lkri,lki->lr", a.astype(int).reshape(32, 2, 2, 4), b.astype(int))
-
-
-def in_parts(tokens):
-    """Exercise 9.falls with its batches from another expression."""
-    return Edit("zip(range(half + width), batches(1 + seed))", f"enumerate({tokens})")
 
 
 def columns_in_another_order(a, b):
@@ -1914,76 +1923,58 @@ CASES = {
     "9.falls": Case(
         [
             (
-                Edit("losses[half - width] - losses[half],", "losses[half] - losses[half - width],"),
-                "is wrong|are wrong",
+                Edit(BOTH_FALLS, "losses[half] - losses[half - width], [end - losses[half] for end in ends]"),
+                "before minus",
             ),
+            (Edit("[losses[half] - end", "[end - losses[half]"), "are wrong"),
+            (Edit("losses[half] - end for", "losses[half - width] - end for"), "not from `half - "),
             (
                 Edit(
-                    BOTH_FALLS,
-                    "losses[half] - losses[half - width], losses[half + width] - losses[half]",
-                ),
-                "before minus the loss after",
-            ),
-            (
-                Edit(
-                    BOTH_FALLS,
-                    "losses[half] - losses[half + width], losses[half - width] - losses[half]",
-                ),
-                "exchanged",
-            ),
-            (
-                Edit("losses[half] - losses[half + width]", "losses[half - width] - losses[half + width]"),
-                "not from `half - ",
-            ),
-            (
-                Edit(
-                    MEASURE,
-                    "        losses[step + 1] = trainer.step(tokens)",
+                    LOSSES_OF_A_RUN,
+                    LOSSES_OF_A_RUN.replace("trainer.step(next(stream))", "loss = trainer.step(next(stream))")
+                    .replace("one.step(tokens)", "loss = one.step(tokens)")
+                    .replace("trainer.loss(exam)", "loss")
+                    .replace("one.loss(exam)", "loss"),
                 ),
                 "losses of training",
             ),
             (
                 Edit(
                     MEASURE,
-                    "        losses[step + 1] = trainer.loss(exam)\n        trainer.step(tokens)",
+                    "        if step + 1 in (half - width, half):\n"
+                    "            losses[step + 1] = trainer.loss(exam)\n"
+                    "        trainer.step(next(stream))",
                 ),
                 "one step too early",
             ),
-            (
-                Edit(
-                    "return losses[half - width] - losses[half], losses[half] - losses[half + width]",
-                    "return losses[half], losses[half + width]",
-                ),
-                "two losses",
-            ),
+            (Edit(BOTH_FALLS, "losses[half], ends"), "those are losses"),
             (Edit("batches(1 + seed)", "batches(99)"), "values are wrong"),
             (Edit("batches(1 + seed)", "batches(1)"), "batches are those of 1 . seed"),
             (Edit("batches(1 + seed)", "batches(seed)"), "not of the seed"),
-            (Edit("(config, seed, plan)", "(config, 0, plan)"), "begin with `seed`"),
-            (Edit("    trainer, losses", "    seed = 0\n    trainer, losses"), "seed is not used"),
-            (Edit(", losses[half] - losses[half + width]", ""), "shape"),
-            (in_parts("t for n in (half, width) for _, t in zip(range(n), batches(1 + seed))"), "half. on .* anew"),
+            (Edit("(config, seed, plans[0])", "(config, 0, plans[0])"), "begin with `seed`"),
+            (Edit("    trainer, stream =", "    seed = 0\n    trainer, stream ="), "seed is not used"),
+            (Edit(", [losses[half] - end for end in ends]", ""), "Two things are wanted"),
+            (Edit("[losses[half] - end for end in ends]", "losses[half] - ends[0]"), "Two things are wanted"),
+            (Edit(REST, "rest = [tokens for tokens, _ in zip(batches(1 + seed), range(width))]"), "half. on .* anew"),
             (
-                in_parts("t for n in (half - width, width, width) for _, t in zip(range(n), batches(1 + seed))"),
-                "each measurement .* anew",
+                Edit(
+                    f"    {REST}\n{BRANCHES}",
+                    BRANCHES.replace("in rest", "in [next(stream) for _ in range(width)]"),
+                ),
+                "each branch has other batches",
             ),
             (
-                in_parts("t for s in [batches(1 + seed)] for n in (half, width) for t, _ in zip(s, range(n))"),
+                Edit(
+                    "for step in range(half):\n        trainer.step(next(stream))",
+                    "for tokens, step in zip(stream, range(half)):\n        trainer.step(tokens)",
+                ),
                 "one batch too many where range",
             ),
-            (
-                in_parts(
-                    "t for s in [batches(1 + seed)] for n in (half - width, width, width) for t, _ in zip(s, range(n))"
-                ),
-                "too many each time",
-            ),
+            (Edit("one = branch", "one = trainer = branch"), "begins where the last one ended; each"),
+            (Edit("branch(trainer, plan)", "branch(trainer, plans[0])"), "follow the first plan"),
+            (Edit("branch(trainer, plan)", "trainer"), "the trainer itself"),
         ],
-        [
-            Edit(
-                "return losses[half - width] - losses[half], losses[half] - losses[half + width]",
-                "return [losses[half - width] - losses[half], losses[half] - losses[half + width]]",
-            )
-        ],
+        [Edit(BOTH_FALLS, f"np.array(losses[half - width] - losses[half]), np.array({BOTH_FALLS.split(', ')[1]})")],
     ),
     "9.spread": Case(
         [
@@ -2511,12 +2502,13 @@ def training():
         "CONTEXT": 64,
         "seen": draw.integers(3, 64, 999),
     }
-    names |= {"ModelConfig": ModelConfig, "tokenizer": SimpleNamespace(vocab_size=64)}
-    exec(source["09-009-1"] + "\n\n" + source["09-009-2"], names)
+    names |= {"ModelConfig": ModelConfig, "tokenizer": SimpleNamespace(vocab_size=64), "deepcopy": deepcopy}
+    exec("\n\n".join(source[cell] for cell in ("09-009-1", "09-009-2", "09-016-0")), names)
     exam = draw.integers(3, 64, (4, 65))
     return {
         "tiny": names["shape"](16, 1, False),
         "new_trainer": names["new_trainer"],
+        "branch": names["branch"],
         "batches": names["batches"],
         "exam": exam,
     }

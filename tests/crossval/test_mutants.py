@@ -82,6 +82,17 @@ def test_every_place_in_the_kernels_exists():
     assert all(f"bitnet_ref_mutant == {number}" in everything for number in range(1, count + 1))
 
 
+def test_an_install_beside_it_changes_no_text_of_the_kernels(tmp_path):
+    """`setup.py` writes a file into the folder, by which the extension with the mutants would be another."""
+    kernels = FOLDER.parent / kernel_mutants.KERNELS
+    for kind in ("*.h", "*.pyx", "*.pxi", "sets_*.c"):
+        for path in kernels.glob(kind):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "_types.pxi").write_text("generated")
+    assert "_types.pxi" not in kernel_mutants._edited(tmp_path)
+    assert kernel_mutants._edited(tmp_path) == kernel_mutants._edited(kernels)
+
+
 def test_a_place_that_is_gone_is_an_error(monkeypatch):
     monkeypatch.setattr(kernel_mutants, "PLACES", {"panel.h": "no_such_text(⟦a → b⟧)"})
     with pytest.raises(LookupError, match="occurs 0 times"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -156,79 +157,112 @@ def steps_to_a_threshold(answer: Any, master: Array) -> str:
     )
 
 
+@dataclass
+class Losses:
+    """Of a run with branches: on the exam and in training after each step of the trunk, and at each branch's end."""
+
+    exams: list[float]
+    trained: list[float]
+    ends: list[float]
+    trained_ends: list[float]
+
+
 @exercise("9.falls")
 def falls_around_a_switch(
     answer: Any,
     tiny: ModelConfig,
     new_trainer: Callable[[ModelConfig, int, Schedule], Trainer],
+    branch: Callable[[Trainer, Schedule], Trainer],
     batches: Callable[[int], Iterator[Array]],
     exam: Array,
 ) -> str:
-    """tiny: the shape that the check trains. new_trainer, batches, exam: the notebook's own."""
+    """tiny: the shape that the check trains. new_trainer, branch, batches, exam: the notebook's own."""
     from ....training import Schedule  # trains: only this exercise needs it
 
     half, width, seed = 6, 2, 3
-    plan = Schedule("two-stage", lr=0.03, second_lr=0.005, total_steps=2 * half, warmup_steps=2)
+    plans = [
+        Schedule("two-stage", lr=0.03, second_lr=rate, total_steps=2 * half, warmup_steps=2) for rate in (0.03, 0.005)
+    ]
+    whole, rest = range(half), range(half, half + width)  # numbers of the batches
 
-    def trained_by(
-        of_weights: int, of_batches: int, order: Iterable[int] = range(half + width)
-    ) -> tuple[list[float], list[float]]:
-        """The losses on unseen pages and of training after each step.   order: the numbers of the batches."""
-        drawn = [tokens for _, tokens in zip(range(half + width + 2), batches(of_batches), strict=False)]
-        trainer = new_trainer(tiny, of_weights, plan)
-        exams, trained = [float(trainer.loss(exam))], [0.0]
-        for number in order:
-            trained.append(float(trainer.step(drawn[number])))
-            exams.append(float(trainer.loss(exam)))
-        return exams, trained
+    def losses_of(
+        of_weights: int,
+        of_batches: int,
+        *,
+        after: Sequence[Sequence[int]] = (rest, rest),
+        followed: Sequence[Schedule] = plans,
+        in_turn: bool = False,
+    ) -> Losses:
+        """after: the batches of each branch. followed: its plan. in_turn: a branch begins where the last one ended."""
+        drawn = [tokens for _, tokens in zip(range(half + 2 * width + 1), batches(of_batches), strict=False)]
+        trainer = new_trainer(tiny, of_weights, plans[0])
+        losses = Losses([float(trainer.loss(exam))], [0.0], [], [])
+        for number in whole:
+            losses.trained.append(float(trainer.step(drawn[number])))
+            losses.exams.append(float(trainer.loss(exam)))
+        for plan, numbers in zip(followed, after, strict=True):
+            one = branch(trainer, plan)
+            losses.trained_ends.append([float(one.step(drawn[number])) for number in numbers][-1])
+            losses.ends.append(float(one.loss(exam)))
+            if in_turn:
+                trainer = one
+        return losses
 
-    exams, trained = trained_by(seed, 1 + seed)
+    def around(losses: Losses, first: int = half - width, middle: int = half) -> Array:
+        exams = losses.exams
+        return np.array([exams[first] - exams[middle], *(exams[middle] - end for end in losses.ends)])
 
-    def around(losses: list[float], first: int = half - width, middle: int = half, last: int = half + width) -> Array:
-        return np.array([losses[first] - losses[middle], losses[middle] - losses[last]])
-
-    right = around(exams)
+    own = losses_of(seed, 1 + seed)
+    exams, right = own.exams, around(own)
     mistakes = {
         "a fall is the loss before minus the loss after": -right,
-        "the two are exchanged; the steps before `half` come first": right[::-1],
         "it is measured one step too early: after step number n, n + 1 steps are done": around(
-            exams, half - width - 1, half - 1, half + width - 1
+            own, half - width - 1, half - 1
         ),
-        "it is measured one step too late: after step number n, n + 1 steps are done": around(
-            exams, half - width + 1, half + 1, half + width
+        "these are the losses of training; measure trainer.loss(exam)": around(
+            Losses(own.trained, [], own.trained_ends, [])
         ),
-        "these are the losses of training; measure trainer.loss(exam)": around(trained),
-        "the fall after `half` is from `half` on, not from `half - width`": np.array(
-            [right[0], exams[half - width] - exams[half + width]]
+        "the falls after `half` are from `half` on, not from `half - width`": np.array(
+            [right[0], *(exams[half - width] - end for end in own.ends)]
         ),
         "the fall before `half` is of its last `width` steps, not from the beginning on": np.array(
-            [exams[0] - exams[half], right[1]]
+            [exams[0] - exams[half], *right[1:]]
         ),
-        "those are two losses; the falls are differences": np.array([exams[half], exams[half + width]]),
+        "those are losses; the falls are differences": np.array([exams[half], *own.ends]),
         "they are divided by the steps; the whole falls are asked": right / width,
-        "the seed is not used: new_trainer and batches need it": around(trained_by(0, 1)[0]),
-        "the weights begin with `seed`, and not with 0": around(trained_by(0, 1 + seed)[0]),
-        "the batches are those of 1 + seed": around(trained_by(seed, 1)[0]),
-        "the batches are those of 1 + seed, not of the seed": around(trained_by(seed, seed)[0]),
+        "the seed is not used: new_trainer and batches need it": around(losses_of(0, 1)),
+        "the weights begin with `seed`, and not with 0": around(losses_of(0, 1 + seed)),
+        "the batches are those of 1 + seed": around(losses_of(seed, 1)),
+        "the batches are those of 1 + seed, not of the seed": around(losses_of(seed, seed)),
         "from `half` on the batches are drawn anew; call batches(1 + seed) once, and go on with it": around(
-            trained_by(seed, 1 + seed, [*range(half), *range(width)])[0]
+            losses_of(seed, 1 + seed, after=[range(width)] * 2)
         ),
-        "after each measurement the batches are drawn anew; call batches(1 + seed) once, and go on with it": around(
-            trained_by(seed, 1 + seed, [*range(half - width), *range(width), *range(width)])[0]
+        "each branch has other batches; keep `width` of them in a list, for all branches": around(
+            losses_of(seed, 1 + seed, after=[rest, range(half + width, half + 2 * width)])
         ),
         "zip takes one batch too many where range comes second, and it is lost; put range first": around(
-            trained_by(seed, 1 + seed, [*range(half), *range(half + 1, half + 1 + width)])[0]
+            losses_of(seed, 1 + seed, after=[range(half + 1, half + 1 + width)] * 2)
         ),
-        "zip takes a batch too many each time where range comes second, and it is lost; put range first": around(
-            trained_by(
-                seed,
-                1 + seed,
-                [*range(half - width), *range(half - width + 1, half + 1), *range(half + 2, half + width + 2)],
-            )[0]
+        "a branch begins where the last one ended; each begins with the trainer of `half` steps": around(
+            losses_of(seed, 1 + seed, in_turn=True)
+        ),
+        "a branch begins where the last one ended, and has other batches than that": around(
+            losses_of(seed, 1 + seed, in_turn=True, after=[rest, range(half + width, half + 2 * width)])
+        ),
+        "all branches follow the first plan; each has its own": around(
+            losses_of(seed, 1 + seed, followed=[plans[0]] * 2)
+        ),
+        "the trainer itself is trained on, by the first plan; branch gives a copy for each plan": around(
+            losses_of(seed, 1 + seed, followed=[plans[0]] * 2, in_turn=True)
         ),
     }
-    expect_array(run(answer, tiny, plan, half, width, seed), right, mistakes=mistakes)
-    return "Now it can be asked of any model and any schedule."
+    wanted = "Two things are wanted: the fall before `half`, and a list of the falls after it, one for each plan."
+    before, after = as_parts(run(answer, tiny, plans, half, width, seed), 2, wanted)
+    if np.ndim(before) or np.ndim(after) != 1:
+        raise Wrong(wanted)
+    mine = np.array([as_number(before), *as_array(after)])
+    expect_array(mine, right, mistakes=mistakes)
+    return "Now it can be asked of any model and any schedules."
 
 
 @exercise("9.spread")
