@@ -1,6 +1,7 @@
 """bench model: a model by the name of its shape, and what its prompt is measured against."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from bitnet_ref.backends.cpu import extension
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.benchmark.limits import INSTRUCTIONS, peak_of
 from bitnet_ref.benchmark.validate import check_model, first_of_each_type
+from bitnet_ref.families import FAMILIES
 
 MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k v, gate up down; the head is dense
 
@@ -75,6 +77,13 @@ def test_a_block_of_each_type_is_checked():
     assert first_of_each_type(right.config) == [0, 3]
     assert check_model(right, [1, 5, 3]).equal
     assert not check_model(Model(right.config, right.weights, WrongAttention(threads=1)), [1, 5, 3]).equal
+
+
+def test_a_dense_layer_of_a_mixture_is_checked_too():
+    config = FAMILIES["qwen3_moe"].example()
+    assert config.dense_layers == (1,)
+    assert first_of_each_type(config) == [0, 1]
+    assert first_of_each_type(replace(config, dense_layers=())) == [0]
 
 
 def test_fewer_layers_of_several_types():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,8 +100,14 @@ def check_ruled(be: Backend, w: LinearWeight, plain: RuledWeight, rng: np.random
 
 
 def first_of_each_type(config: ModelConfig) -> list[int]:
-    """The first layer of each type; [0] where all layers are alike."""
-    return sorted({config.layer_types.index(kind) for kind in config.layer_types}) or [0]
+    """The first layer of each type, and of each set of matrices; [0] where all layers are alike."""
+    if not config.layers_differ:
+        return [0]
+    first: dict[Any, int] = {}
+    for layer in range(config.num_hidden_layers):
+        kind = config.layer_types[layer] if config.layer_types else None
+        first.setdefault((kind, *config.linear_shapes(layer).items()), layer)
+    return list(first.values())
 
 
 def check_model(model: Model, tokens: Sequence[int]) -> Check:
