@@ -406,6 +406,14 @@ def test_prompts_of_which_some_tokens_are_wanted(case, wanted, plays):
     assert not caches[0].steps._steps
 
 
+@pytest.mark.parametrize("wanted", [np.array([-1], dtype=np.int32), np.arange(4) == 3, [3]])
+def test_what_is_wanted_may_be_given_as_numpy_takes_it(wanted):
+    m = load()
+    batch = replace(TokenBatch.of([(0, 0, [1, 2, 3, 4])]), wanted=wanted)
+    outputs = hidden(m, batch, m.new_cache(1, CAPACITY))
+    np.testing.assert_array_equal(outputs, hidden(m, batch, m.new_cache(1, CAPACITY), "ops"))
+
+
 def test_a_prompt_that_kernels_alone_do_not_compute_is_recorded_once(plays):
     """What NumPy multiplies meanwhile are numbers that are not there yet: no warning and no error comes of them."""
     m, prompt = load("llama-f16-sharded"), TokenBatch.of([(0, 0, rng(3).integers(1, 50, 5))], [0])

@@ -153,7 +153,7 @@ class KernelStep:
     ) -> None:
         self.weights, self.kernels = w, kernels
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
-        self._batch = TokenBatch(tokens, positions, slots, wanted)
+        self._batch = TokenBatch(tokens, positions, slots, None if wanted is None else np.arange(n)[wanted])
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
         self._rope = np.empty((len(cfg.ropes), 2, n, cfg.rotary_size // 2), dtype=np.float32)
         self._pool, self._tape = pool, _cpu.Tape()

@@ -20,7 +20,7 @@ def values_of(pattern: Floats, values: Floats) -> Floats:
     """`layers.attention_values` of several tokens.   pattern (H, n, S), values (S, G, d) -> (n, H, d)"""
     heads, n, n_keys = pattern.shape
     z = layers.attention_values(pattern.reshape(-1, n_keys), values)
-    return z.reshape(heads, n, -1).transpose(1, 0, 2)
+    return np.ascontiguousarray(z.reshape(heads, n, -1).transpose(1, 0, 2))  # NumPy sums rows of this in its own order
 
 
 def is_seen(n: int, window: int | None) -> Mask:
