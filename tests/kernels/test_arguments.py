@@ -236,7 +236,7 @@ FREE_SIZES = {
     ("greedy_steps", "ends"), ("greedy_steps", "table"), ("greedy_steps", "full"), ("greedy_steps", "local"),
     ("greedy_steps", "rules"),  # none: no row draws
     ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
-    ("sum_of_squares", "x"), ("draw", "logits"),
+    ("sum_of_squares", "x"), ("draw", "logits"), ("take_rows", "x"),
 }  # fmt: skip
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
