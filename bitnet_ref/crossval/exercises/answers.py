@@ -131,10 +131,11 @@ def as_array(value: Any) -> Array:
 
 def as_parts(value: Any, count: int, wanted: str) -> Sequence[Any]:
     """The results of a function that has so many. Raises Wrong with the sentence `wanted`."""
-    has_parts = isinstance(value, (tuple, list)) or (isinstance(value, np.ndarray) and value.ndim)
-    if not has_parts or len(value) != count:
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    parts: Sequence[Any] = value if is_array or isinstance(value, (tuple, list)) else ()
+    if len(parts) != count:
         raise Wrong(wanted)
-    return value
+    return parts
 
 
 def as_integers(value: Any) -> list[int]:

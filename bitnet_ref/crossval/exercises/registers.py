@@ -50,7 +50,7 @@ class Avx2:
     def vpmaddubsw(self, a: Array, b: Array) -> Array:
         """32 uint8 times 32 int8 -> 16 int16: neighbouring products are added."""
         self.execute("vpmaddubsw", (a, "uint8"), (b, "int8"))
-        pairs = (a.astype(np.int32) * b).reshape(16, 2).sum(axis=1)
+        pairs: Array = (a.astype(np.int32) * b).reshape(16, 2).sum(axis=1)
         return np.clip(pairs, -(2**15), 2**15 - 1).astype(np.int16)
 
     def vpaddw(self, a: Array, b: Array) -> Array:
@@ -61,7 +61,8 @@ class Avx2:
     def vpmaddwd(self, a: Array, b: Array) -> Array:
         """16 int16 times 16 int16 -> 8 int32: neighbouring products are added. With b of ones, it widens."""
         self.execute("vpmaddwd", (a, "int16"), (b, "int16"))
-        return (a.astype(np.int32) * b).reshape(8, 2).sum(axis=1, dtype=np.int32)
+        pairs: Array = (a.astype(np.int32) * b).reshape(8, 2).sum(axis=1, dtype=np.int32)
+        return pairs
 
     def vpaddd(self, a: Array, b: Array) -> Array:
         """8 int32 + 8 int32."""

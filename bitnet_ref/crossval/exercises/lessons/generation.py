@@ -102,7 +102,8 @@ def search(answer: Any) -> str:
     def log_p(ids: Sequence[int]) -> Array:
         """ln p of six tokens, drawn from what came before: a model of its own."""
         z = np.random.default_rng([seed, *map(int, ids)]).normal(size=6)
-        return z - np.log(np.exp(z).sum())
+        row: Array = z - np.log(np.exp(z).sum())
+        return row
 
     for beams, steps in ((3, 5), (1, 3), (2, 4), (8, 3), (36, 2)):
         right = beams_by(by_sum, log_p, beams, steps)

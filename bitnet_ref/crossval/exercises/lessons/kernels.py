@@ -241,7 +241,8 @@ def without_mask(w_t: Array, x: Array, blocks: int) -> Array:
         if (block + 1) % blocks == 0 or block + 1 == len(registers):
             total = cpu.vpaddd(total, cpu.vpmaddwd(short, ones))
             short = np.zeros(16, dtype=np.int16)
-    return total - x.sum(dtype=np.int32)
+    sums: Array = total - x.sum(dtype=np.int32)
+    return sums
 
 
 def registers_of(w_t: Array) -> Array:
@@ -372,7 +373,7 @@ def warp_of_rows(answer: Any, run_kernel: Callable[..., Array]) -> str:
         """Of all lanes, after shuffles over these distances. weights: (lane, crumb, byte)."""
         own = x_q.reshape(4, 4, 4) if activations is None else activations
         of_lane = np.tile(own.astype(np.int64), (8, 1, 1))
-        result = (weights.astype(np.int64) * of_lane).sum(axis=(1, 2))
+        result: Array = (weights.astype(np.int64) * of_lane).sum(axis=(1, 2))
         for distance in distances:
             result = result + result[np.arange(32) ^ distance]
         return result

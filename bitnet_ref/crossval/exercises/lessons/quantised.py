@@ -438,7 +438,8 @@ def steps_at_fault(answer: Any) -> str:
 
 
 def away_from_zero(x: Array) -> Array:
-    return np.trunc(x + np.copysign(np.float32(0.5), x))
+    rounded: Array = np.trunc(x + np.copysign(np.float32(0.5), x))
+    return rounded
 
 
 def other_bit_linear(
