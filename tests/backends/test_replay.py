@@ -155,8 +155,7 @@ def test_what_kernels_do_not_compute_alone_is_not_replayed():
     m = bitnet_ref.Model(m.config, weights, m.backend, m.path)
     cache = m.new_cache(1, CAPACITY)
     outputs = decode(m, cache, prompts, 5)
-    assert cache.steps._steps[1].is_recorded
-    assert not recorded(cache, 1)
+    assert not cache.steps._steps
     np.testing.assert_array_equal(outputs, decode(m, m.new_cache(1, CAPACITY), prompts, 5, "ops"))
 
 
@@ -378,21 +377,21 @@ def test_larger_batches_are_played_once():
 
 
 @pytest.fixture
-def plays(monkeypatch):
-    """(tokens, whether it can be played) of each step that is played"""
-    seen, play = [], KernelStep.play
+def records(monkeypatch):
+    """(tokens, whether it can be played) of each pass that is recorded"""
+    seen, record = [], KernelStep.record
 
-    def watched(step, **options):
+    def watched(step, *args):
+        record(step, *args)
         seen.append((len(step._x), step.can_play))
-        return play(step, **options)
 
-    monkeypatch.setattr(KernelStep, "play", watched)
+    monkeypatch.setattr(KernelStep, "record", watched)
     return seen
 
 
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8", "storyteller"])
 @pytest.mark.parametrize("wanted", [[0], [1], [], [0, 2], [0, 1, 2]])
-def test_prompts_of_which_some_tokens_are_wanted(case, wanted, plays):
+def test_prompts_of_which_some_tokens_are_wanted(case, wanted, records):
     m = load(case)
     batch = TokenBatch.of([(slot, 0, rng(slot).integers(1, 50, 3 + 2 * slot)) for slot in range(3)], wanted)
     caches = [m.new_cache(3, CAPACITY) for _ in range(2)]
@@ -402,7 +401,7 @@ def test_prompts_of_which_some_tokens_are_wanted(case, wanted, plays):
     for slot, end in enumerate((3, 5, 7)):
         for mine, plain in zip(caches[0].pools, caches[1].pools, strict=True):
             np.testing.assert_array_equal(mine[:, slot, :end], plain[:, slot, :end])
-    assert plays == [(15, True)]
+    assert records == [(15, True)]
     assert not caches[0].steps._steps
 
 
@@ -414,16 +413,17 @@ def test_what_is_wanted_may_be_given_as_numpy_takes_it(wanted):
     np.testing.assert_array_equal(outputs, hidden(m, batch, m.new_cache(1, CAPACITY), "ops"))
 
 
-def test_a_prompt_that_kernels_alone_do_not_compute_is_recorded_once(plays):
+@pytest.mark.parametrize("wanted", [None, [0]])
+def test_a_pass_that_kernels_alone_do_not_compute_is_recorded_once(wanted, records):
     """What NumPy multiplies meanwhile are numbers that are not there yet: no warning and no error comes of them."""
-    m, prompt = load("llama-f16-sharded"), TokenBatch.of([(0, 0, rng(3).integers(1, 50, 5))], [0])
+    m, batch = load("llama-f16-sharded"), TokenBatch.of([(0, 0, rng(3).integers(1, 50, 5))], wanted)
     first, *others = m.weights.layers
     apart = DenseWeight(np.repeat(first.down_proj.array, 2, axis=1)[:, ::2])
     m = type(m)(m.config, replace(m.weights, layers=(replace(first, down_proj=apart), *others)), m.backend, m.path)
     for _ in range(3):
         cache = m.new_cache(1, CAPACITY)
-        np.testing.assert_array_equal(hidden(m, prompt, cache), hidden(m, prompt, cache, "ops"))
-    assert plays == [(5, False)]
+        np.testing.assert_array_equal(hidden(m, batch, cache), hidden(m, batch, cache, "ops"))
+    assert records == [(5, False)]
 
 
 def test_nan_in_a_prompt_names_its_tensor():

@@ -100,24 +100,27 @@ class RecordedSteps:
         None: it must be computed without a tape: a pass that kernels alone do not compute, and one that met NaN or Inf.
         """
         n, is_kept = len(batch), len(batch) <= MAX_TOKENS and batch.wanted is None
+        kind = n if is_kept else 0
+        by_numpy = w.__dict__.setdefault("_by_numpy", set())  # the kinds that were recorded in vain
+        if kind in by_numpy:
+            return None
         step = self._steps.pop(n, None) if is_kept else None
         if step is None or not step.is_of(be.kernels, w):
-            if not is_kept and w.__dict__.get("_by_numpy"):
-                return None
             pool = self._pool if is_kept else be.kernels.pool
             step = KernelStep(be.kernels, w, cfg, n, pool, batch.wanted)
         step.fill(batch, embeddings(be, w, cfg, batch.tokens), rope_rows.up_to(be, batch.extent[1], cfg))
         cache.check_extent(batch)
         if not step.is_recorded:
             step.record(be, cfg, cache)
+        if not step.can_play:
+            by_numpy.add(kind)
+            return None
         if is_kept:
             x = step.play()
             self._steps[n] = step  # not if it raised: an unfinished tape is dropped
             if len(self._steps) > MAX_STEPS:
                 self._steps.pop(next(iter(self._steps)))
             return x
-        if not step.can_play:  # this prompt and the next ones; once for the weights
-            w.__dict__["_by_numpy"] = True
         x = step.play(answers_signals=threading.current_thread() is threading.main_thread())
         del step
         be.kernels.pool.drop_free()
@@ -215,8 +218,9 @@ class KernelStep:
         return result if can_play and any(result.base is buffer for buffer in self._pool.buffers) else None
 
     def play(self, answers_signals: bool = False) -> Floats | None:
-        """Make the recorded calls.   -> (wanted, D), or None where they are not all or one met NaN or Inf"""
-        return self._result.copy() if self._result is not None and self._tape.play(answers_signals) else None
+        """Make the recorded calls.   -> (wanted, D), or None where one met NaN or Inf"""
+        assert self._result is not None
+        return self._result.copy() if self._tape.play(answers_signals) else None
 
     def record_head(self, be: KernelBackend) -> bool:
         """Whether the step and the head after it can be played together. Records the head the first time."""
