@@ -92,11 +92,11 @@ def test_tiles_give_the_bits_of_avx512(kv_heads, group, head_dim, parts, window,
     batch = TokenBatch.of([(slot, first, range(count)) for slot, (first, count) in enumerate(parts)])
     rows = [[generator.standard_normal(shape, dtype=np.float32) for _ in range(2)] for _ in parts]
     q = generator.standard_normal((len(batch), kv_heads * group, head_dim), dtype=np.float32) * np.float32(scale)
-    found = []
+    outputs = []
     for simd in ("amx", "avx512"):
         be = CythonBackend(threads=threads, simd=simd)
         cache = be.new_cache(of_one_layer(kv_heads, group, head_dim), CacheSpec(len(parts), length, dtype, 16))
         for slot, (keys, values) in enumerate(rows):
             cache.append(0, TokenBatch.of([(slot, 0, range(length))]), keys, values)
-        found.append(be.attention(q, cache, batch, 0, window))
-    np.testing.assert_array_equal(found[0], found[1])
+        outputs.append(be.attention(q, cache, batch, 0, window))
+    np.testing.assert_array_equal(outputs[0], outputs[1])

@@ -382,8 +382,9 @@ def records(monkeypatch):
     seen, record = [], KernelStep.record
 
     def watched(step, *args):
-        record(step, *args)
-        seen.append((len(step._x), step.can_play))
+        can_play = record(step, *args)
+        seen.append((len(step._x), can_play))
+        return can_play
 
     monkeypatch.setattr(KernelStep, "record", watched)
     return seen

@@ -104,26 +104,23 @@ class RecordedSteps:
         by_numpy = w.__dict__.setdefault("_by_numpy", set())  # the kinds that were recorded in vain
         if kind in by_numpy:
             return None
+        cache.check_extent(batch)
         step = self._steps.pop(n, None) if is_kept else None
         if step is None or not step.is_of(be.kernels, w):
             pool = self._pool if is_kept else be.kernels.pool
             step = KernelStep(be.kernels, w, cfg, n, pool, batch.wanted)
+            if not step.record(be, cfg, cache):
+                by_numpy.add(kind)
+                return None
         step.fill(batch, embeddings(be, w, cfg, batch.tokens), rope_rows.up_to(be, batch.extent[1], cfg))
-        cache.check_extent(batch)
-        if not step.is_recorded:
-            step.record(be, cfg, cache)
-        if not step.can_play:
-            by_numpy.add(kind)
-            return None
+        x = step.play(answers_signals=not is_kept and threading.current_thread() is threading.main_thread())
         if is_kept:
-            x = step.play()
             self._steps[n] = step  # not if it raised: an unfinished tape is dropped
             if len(self._steps) > MAX_STEPS:
                 self._steps.pop(next(iter(self._steps)))
-            return x
-        x = step.play(answers_signals=threading.current_thread() is threading.main_thread())
-        del step
-        be.kernels.pool.drop_free()
+        else:
+            del step  # and with it the result's hold on its buffer
+            be.kernels.pool.drop_free()
         return x
 
     def greedy(
@@ -163,15 +160,10 @@ class KernelStep:
         self._result: Floats | None = None  # in the pool; None: not recorded, or it cannot be played
         self._head: Any = None  # _cpu.Tape, from the result to `_logits`; False: it cannot be played
         self._logits: Floats | None = None
-        self.is_recorded = False
 
     def is_of(self, kernels: CpuKernels, w: ModelWeights) -> bool:
         """Whether it computes with these."""
         return self.weights is w and self.kernels == kernels
-
-    @property
-    def can_play(self) -> bool:
-        return self._result is not None
 
     def fill(self, batch: TokenBatch, x: Floats, tables: list[Floats]) -> None:
         """Set everything that changes from step to step. x (n, D): the embeddings. tables: as of `RopeRows.up_to`."""
@@ -181,9 +173,9 @@ class KernelStep:
         for rows, table in zip(self._rope, tables, strict=True):
             rows[:] = table[:, batch.positions]
 
-    def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> None:
-        """Record the kernel calls of the step, without making them."""
-        self.is_recorded, w = True, self.weights
+    def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> bool:
+        """Record the kernel calls of the step, without making them.   -> whether they can be played"""
+        w = self.weights
         ropes = [(cos, sin) for cos, sin in self._rope]
 
         def compute(be: KernelBackend) -> Floats:
@@ -191,6 +183,7 @@ class KernelStep:
             return head_input(be, w, cfg, x) if len(x) else x
 
         self._result = self._record(be, self._tape, compute)
+        return self._result is not None
 
     def _record(self, be: KernelBackend, tape: Any, compute: Callable[[KernelBackend], Floats]) -> Floats | None:
         """Where the tape will leave what `compute` computes by kernels that it records; None where the tape alone does
@@ -218,9 +211,8 @@ class KernelStep:
         return result if can_play and any(result.base is buffer for buffer in self._pool.buffers) else None
 
     def play(self, answers_signals: bool = False) -> Floats | None:
-        """Make the recorded calls.   -> (wanted, D), or None where one met NaN or Inf"""
-        assert self._result is not None
-        return self._result.copy() if self._tape.play(answers_signals) else None
+        """Make the recorded calls.   -> (wanted, D), or None where there are none or one met NaN or Inf"""
+        return self._result.copy() if self._result is not None and self._tape.play(answers_signals) else None
 
     def record_head(self, be: KernelBackend) -> bool:
         """Whether the step and the head after it can be played together. Records the head the first time."""

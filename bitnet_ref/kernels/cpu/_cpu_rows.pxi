@@ -35,11 +35,11 @@ cdef Py_ssize_t run_rows(const void *call) noexcept nogil:
 
 cdef compute_rows(rows_call *c, Tape tape, addresses, held=None):
     """Make the call, and return what it returns; or record it."""
-    cdef Py_ssize_t bad = OK
+    cdef Py_ssize_t bad
     check_aligned(<size_t> c.x | <size_t> c.y | <size_t> c.sin | <size_t> c.out)
     if tape is not None:
         tape.record(run_rows, c, sizeof(rows_call), (<size_t> c.x, <size_t> c.out, *addresses), held)
-        return bad
+        return OK
     with nogil:
         bad = run_rows(c)
     return bad
