@@ -12,7 +12,7 @@
  *     s        16 int8 (uint8) scales of each 16 or 32 columns
  *     m        16 uint8 minima of each 32 columns
  *
- * A token: K int8, then dx of each block, then Q8_1's s of each 32 or the sums of x_q of each 16 columns.
+ * A token: K int8, then dx of each block, the int16 sums of x_q of each 16 columns and, of blocks of 32, Q8_1's s.
  *
  * A template, included by float_steps.h.
  *
@@ -26,12 +26,18 @@
  * Processor time before over that of now, the same Xeon, one thread, 1536 x 1536, pairs in turn, median: one token,
  *   matrices from memory, Q8_0 1.00, Q4_0 and Q4_1 1.01, Q2_0 0.92 and 0.99, Q4_K 1.02, Q6_K 1.00; 64 tokens 0.98 to 1.01; AVX2 0.97 to 1.01.
  *   A row of an embedding takes 4 to 12 us more from panels than from blocks.
- * 64 tokens by AVX-512: 120 G multiply-adds/s, of 389 of vpdpbusd alone; a seventh of the time goes to rounding tokens.
- * Tried, 64 tokens by AVX-512, other programs beside: eight tokens at a time, 0.97 to 1.01; two sums for each token, so
- *   that a product need not wait for the last, 0.98 to 1.04; these in a function for each form, where GCC 12 keeps all
- *   sums in registers, 0.98 and 1.02.
- * Tried: without scales in a block, products of all 256 columns in one sum, which the offset is taken from once: TQ2_0 0.77
- *   to 0.88 of the speed, at 1, 8 and 64 tokens, as each product then waits for the last (Sapphire Rapids).
+ * 64 tokens of 1536 columns by AVX-512, one thread of a Sapphire Rapids, matrices in L2, G multiply-adds/s, of 370 of vpdpbusd
+ *   alone and 305 with an input broadcast for each, before and now: Q8_0 160, 189; Q4_0 150, 185; Q4_1 158, 169; Q5_0 165, 190;
+ *   Q2_0 162, 184; Q4_K 142, 175; Q5_K 155, 187; Q6_K 149, 166; TQ2_0 183, 220. Now sums of tokens are multiplied by vpdpwssd, two
+ *   at a time, products without scales are added to the total itself, and codes are opened once for 8 or 12 tokens, not 4.
+ *   Tried: 12 tokens of types with scales or minima 0.93 to 0.97, because GCC 12 spills sums; 16 tokens 0.9 to 0.96 of 12;
+ *   two sums for each token, so that a product need not wait for the last, 0.98 to 1.04 (of four tokens). With four tokens or
+ *   fewer a product straight to the total would wait for the last: TQ2_0 0.55 of one token, 0.84 of four.
+ * Rounding a token, ns for 32 columns, GCC 12's vectors and now: blocks of 32 by AVX-512 24 to 31, 9; by AVX2 18, 9; of 256 14 and
+ *   12, 6, of which half went to look for the first of the largest.
+ * A panel's units are prefetched while its first tokens are multiplied. In a loop over 30 to 80 MB one token takes, with the rest as
+ *   before, Q4_0 0.77 of the time, Q4_K 0.75, Q2_0 0.4, TQ2_0 0.5; SmolLM2-135M decodes 1.00 to 1.09 times as fast.
+ * Tried, SmolLM2-135M by AVX-512: residuals and gates of 64 tokens at a time, whose lines are prefetched: of 512 tokens 0.95.
  * AVX2, EPYC (Zen 3, 50 G multiply-adds/s of float32 at most) beside eight other programs, one thread's processor time, 576 x
  *   1536 in L2, pairs in turn, equal bits: products widened to 16 bits and summed in 32, then these, G multiply-adds/s, and the
  *   median of the pairs
@@ -68,7 +74,7 @@
 #ifndef BITNET_REF_RULED_STEPS_H
 #define BITNET_REF_RULED_STEPS_H
 
-enum { RULED_ROWS = 16, RULED_TOKENS = 4 };
+enum { RULED_ROWS = 16, RULED_MOST = 12 /* tokens at once */ };
 
 typedef struct {
     int bits, largest, offset; /* of a code */
@@ -97,14 +103,14 @@ static inline size_t ruled_unit_bytes(const ruled_form *f) {
 
 /* bytes of a token, a multiple of 64 */
 static inline size_t ruled_token_bytes(int block, size_t K) {
-    return (K + K / (size_t)block * 4 + K / 16 * 4 + 63) / 64 * 64;
+    return (K + K / (size_t)block * 4 + K / 8 + (block == 32 ? K / 8 : 0) + 63) / 64 * 64;
 }
 
 /* whether some s of a token is beyond float16 */
 static int ruled_token_overflows(const uint8_t *token, size_t K) {
-    const int32_t *pairs = (const int32_t *)(token + K + K / 32 * 4);
+    const int32_t *s = (const int32_t *)(token + K + K / 32 * 4 + K / 8);
     int is_bad = 0;
-    for (size_t b = 0; b < K / 32; b++) is_bad |= pairs[2 * b + 1] == 0x7F800000;
+    for (size_t b = 0; b < K / 32; b++) is_bad |= s[b] == 0x7F800000;
     return is_bad;
 }
 #endif
@@ -128,6 +134,8 @@ enum { STEP(RULED_VECTORS) = 2 }; /* of rows, for which each input is broadcast 
 enum { STEP(RULED_VECTORS) = 1 };
 #define RULED_RUN(f) (f.scaled == 16 ? 4 : 8)
 #endif
+#define RULED_DIRECT(f) (T > 4 && !f.scaled) /* products are added to the totals, not to sums of a run */
+#define RULED_TOKENS(f) (STEP_BYTES != 64 ? 4 : f.block == 32 && !f.term ? 12 : 8) /* at once, of many */
 
 /* acc + the products of 4 columns: bytes of w, unsigned or signed, and of x, signed, the same for all rows */
 RULED_INLINE STEP(i32v) STEP(ruled_dot)(STEP(i32v) acc, STEP(i32v) w, int32_t x, const int is_signed) {
@@ -143,6 +151,19 @@ RULED_INLINE STEP(i32v) STEP(ruled_dot)(STEP(i32v) acc, STEP(i32v) w, int32_t x,
 #else
     for (int j = 0; j < 4; j++) acc += (w >> 8 * j & 255) * (int32_t)(int8_t)((uint32_t)x >> 8 * j);
     return acc;
+#endif
+}
+
+/* acc + the products of two int16 in each lane of w with those of x, the same for all rows */
+RULED_INLINE STEP(i32v) STEP(ruled_pair)(STEP(i32v) acc, STEP(i32v) w, const int16_t *x) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+#if STEP_BYTES == 64
+    return (STEP(i32v))_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(pair));
+#elif STEP_BYTES == 32
+    return acc + (STEP(i32v))_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(pair));
+#else
+    return acc + (int16_t)x[0] * ((w << 16) >> 16) + (int16_t)x[1] * (w >> 16);
 #endif
 }
 
@@ -182,23 +203,61 @@ STEP_INLINE float STEP(as_half)(float v) {
 #endif
 }
 
-/* Rounds a token of K inputs by blocks. -> 0, or 1 if it holds NaN, Inf, or what float16 cannot scale. The loops over a block
- * are plain, so that compilers make vectors of them. */
+/* the largest |x| of n numbers as its bits, which are ordered as |x| is */
+STEP_INLINE uint32_t STEP(ruled_largest)(const float *x, const int n) {
+    uint32_t largest = 0;
+#if STEP_BYTES == 16
+    for (int j = 0; j < n; j++) {
+        const uint32_t bits = float_bits(x[j]) & 0x7FFFFFFFu;
+        largest = bits > largest ? bits : largest;
+    }
+#else
+    const __m256i without_sign = _mm256_set1_epi32(0x7FFFFFFF);
+    __m256i most = _mm256_setzero_si256();
+    for (int j = 0; j < n; j += 8)
+        most = _mm256_max_epu32(most, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(x + j)), without_sign));
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4E));
+    largest = (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xB1)));
+#endif
+    return largest;
+}
+
+/* q = x * scale of 32 columns, rounded half to even, and the sums of each 16. |x * scale| < 127.5, so nothing is clipped. */
+STEP_INLINE void STEP(ruled_round)(const float *x, float scale, int8_t *q, int16_t *sums) {
+#if STEP_BYTES == 16
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds */
+    int32_t v[32];
+    for (int j = 0; j < 32; j++) v[j] = (int32_t)(x[j] * scale + magic - magic);
+    for (int j = 0; j < 32; j++) q[j] = (int8_t)v[j];
+    for (int j = 0; j < 32; j += 16) {
+        int32_t sum = 0;
+        for (int i = j; i < j + 16; i++) sum += v[i];
+        sums[j / 16] = (int16_t)sum;
+    }
+#else
+    __m256i v[4];
+    for (int i = 0; i < 4; i++) v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(scale)));
+    __m256i all = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+    all = _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)q, all);
+    all = _mm256_sad_epu8(_mm256_xor_si256(all, _mm256_set1_epi8(-128)), _mm256_setzero_si256()); /* of q + 128, 8 at a time */
+    all = _mm256_add_epi64(all, _mm256_unpackhi_epi64(all, all));
+    sums[0] = (int16_t)(_mm256_extract_epi16(all, 0) - 16 * 128);
+    sums[1] = (int16_t)(_mm256_extract_epi16(all, 8) - 16 * 128);
+#endif
+}
+
+/* Rounds a token of K inputs by blocks. -> 0, or 1 if it holds NaN, Inf, or what float16 cannot scale. */
 STEP_INLINE int STEP(ruled_token_of)(const float *x, size_t K, const int block, uint8_t *out) {
     int8_t *q = (int8_t *)out;
     float *dx = (float *)(out + K);
-    int32_t *sums = (int32_t *)(dx + K / (size_t)block);
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds half to even */
+    int16_t *sums = (int16_t *)(dx + K / (size_t)block);
+    float *s = (float *)(sums + K / 16);
     for (size_t k = 0; k < K; k += (size_t)block, x += block, q += block, dx++) {
-        uint32_t most = 0; /* |x| as its bits, which are ordered as |x| */
-        for (int j = 0; j < block; j++) {
-            uint32_t bits;
-            memcpy(&bits, x + j, sizeof bits);
-            bits &= 0x7FFFFFFFu;
-            most = bits > most ? bits : most;
-        }
-        float a, scale = 0, d = 0;
-        memcpy(&a, &most, sizeof a);
+        const uint32_t most = STEP(ruled_largest)(x, block);
+        const float a = bits_float(most);
+        float scale = 0, d = 0;
         if (most >= 0x7F800000u) return 1;
         *dx = 0;
         if (a >= 0x1p-120f && block == 32) {
@@ -208,28 +267,15 @@ STEP_INLINE int STEP(ruled_token_of)(const float *x, size_t K, const int block, 
             *dx = STEP(as_half)(d);
         } else if (a >= 0x1p-120f) {
             int at = 0; /* the first of the largest */
+            while (STEP(ruled_largest)(x + at, 32) != most) at += 32;
             while (fabsf(x[at]) != a) at++;
             scale = -127 / x[at];
             *dx = 1 / scale;
         }
-        int32_t v[256];
-        for (int j = 0; j < block; j++) {
-            v[j] = (int32_t)(x[j] * scale + magic - magic);
-            v[j] = v[j] > 127 ? 127 : v[j];
-        }
-        for (int j = 0; j < block; j++) q[j] = (int8_t)v[j];
-        for (int j = 0; j < block; j += 16) {
-            int32_t sum = 0;
-            for (int i = 0; i < 16; i++) sum += v[j + i];
-            sums[(k + (size_t)j) / 16] = sum;
-        }
-        if (block == 32) { /* Q8_1's s, beside the sums: of 16 columns each, the second is kept with the first */
-            int32_t *pair = sums + k / 16;
-            const int32_t whole = pair[0] + pair[1];
-            float s = d * (float)whole;
-            pair[0] = whole;
-            if (s >= 65520.0f || s <= -65520.0f) pair[1] = 0x7F800000; /* an error for Q4_1 only */
-            else s = STEP(as_half)(s), memcpy(pair + 1, &s, sizeof s);
+        for (int j = 0; j < block; j += 32) STEP(ruled_round)(x + j, scale, q + j, sums + (k + (size_t)j) / 16);
+        if (block == 32) { /* Q8_1's s; infinite: an error for Q4_1 only */
+            const float of_q = d * (float)(sums[k / 16] + sums[k / 16 + 1]);
+            s[k / 32] = fabsf(of_q) >= 65520.0f ? INFINITY : STEP(as_half)(of_q);
         }
     }
     return 0;
@@ -239,11 +285,12 @@ STEP_TARGET static int STEP(ruled_token)(const float *x, size_t K, int block, ui
     return block == 32 ? STEP(ruled_token_of)(x, K, 32, out) : STEP(ruled_token_of)(x, K, 256, out);
 }
 
-/* RULED_VECTORS of rows, from `lane` on, of a panel times T tokens.   y: T rows of 16 */
+/* RULED_VECTORS of rows, from `lane` on, of a panel times T tokens, the panel's first or others.   y: T rows of 16 */
 RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, const size_t K, const uint8_t *tokens,
-                                   const size_t token_bytes, const int T, float *y, const int lane) {
-    enum { V = STEP(RULED_VECTORS), COUNT = V * RULED_TOKENS };
+                                   const size_t token_bytes, const int T, const int is_first, float *y, const int lane) {
+    enum { V = STEP(RULED_VECTORS), COUNT = V * RULED_MOST };
     const size_t codes = (size_t)(f.block * f.bits * RULED_ROWS / 8), bytes = ruled_unit_bytes(&f);
+    const size_t fetched = is_first && lane == 0 ? bytes : 0; /* of each unit */
     STEP(f32v) t[COUNT], u[COUNT]; /* token by token */
 #define EACH STEP_UNROLL for (int i = 0; i < T * V; i++)
     EACH t[i] = u[i] = (STEP(f32v)){0};
@@ -251,34 +298,33 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
         STEP(i32v) total[COUNT], minima[COUNT];
         const uint8_t *scales = unit + codes + (f.term ? 64 : 32) + lane;
         const uint8_t *mins = scales + (f.scaled ? f.block / f.scaled * 16 : 0);
+        for (size_t at = 0; at < fetched; at += 64) __builtin_prefetch(unit + FAR_BYTES + at, 0, 2);
         EACH total[i] = minima[i] = (STEP(i32v)){0};
         for (int part = 0; part < f.block / 32; part++) { /* 32 columns */
             const uint8_t *from = unit + part * (f.bits * 64) + 4 * lane;
-            STEP(i32v) acc[COUNT], s[V] = {{0}}, m[V] = {{0}};
+            STEP(i32v) acc[COUNT], s[V] = {{0}}, pairs[V]; /* pairs: what the sums of 16 columns each are multiplied by */
+            STEP_UNROLL
+            for (int v = 0; v < V; v++) {
+                const uint8_t *two = scales + 2 * part * 16 + v * STEP(FLOATS);
+                STEP(i32v) first = (STEP(i32v)){0} - f.offset, second = first;
+                if (f.scaled == 16) first *= STEP(signed_bytes)(two), second *= STEP(signed_bytes)(two + 16);
+                if (f.term == 2) first = second = STEP(bytes)(mins + part * 16 + v * STEP(FLOATS)); /* not negative */
+                pairs[v] = (f.term == 2 ? first : first & 0xFFFF) | second << 16;
+            }
+            EACH {
+                const int16_t *sums = (const int16_t *)(tokens + (size_t)(i / V) * token_bytes + K + K / (size_t)f.block * 4);
+                sums += k / 16 + (size_t)(2 * part);
+                if (f.term == 2) minima[i] = STEP(ruled_pair)(minima[i], pairs[i % V], sums);
+                else if (f.offset && !RULED_SIGNED(f)) total[i] = STEP(ruled_pair)(total[i], pairs[i % V], sums);
+                acc[i] = (STEP(i32v)){0};
+            }
             STEP_UNROLL
             for (int g = 0; g < 8; g++) { /* 4 columns */
-                const int group = f.scaled == 16 ? 2 * part + g / 4 : part; /* of columns with one scale */
-                if (g % (f.scaled == 16 ? 4 : 8) == 0) {
-                    STEP_UNROLL
-                    for (int v = 0; v < V; v++) {
-                        s[v] = STEP(ruled_scales)(scales + group * 16 + v * STEP(FLOATS), f.scaled, f.is_signed);
-                        if (f.term == 2) m[v] = STEP(bytes)(mins + part * 16 + v * STEP(FLOATS));
-                    }
-                    EACH {
-                        const uint8_t *dx = tokens + (size_t)(i / V) * token_bytes + K;
-                        const int32_t *sums = (const int32_t *)(dx + K / (size_t)f.block * 4);
-                        int32_t sum = sums[k / 16 + (size_t)(f.scaled == 16 ? group : 2 * part)];
-                        if (f.block == 256 && f.scaled != 16) sum += sums[k / 16 + (size_t)(2 * part + 1)];
-                        const STEP(i32v) of_all = (STEP(i32v)){0} + sum;
-                        acc[i] = (STEP(i32v)){0};
-                        if (f.offset && !RULED_SIGNED(f) && f.scaled) acc[i] -= f.offset * of_all;
-                        if (f.offset && !RULED_SIGNED(f) && !f.scaled) total[i] -= f.offset * of_all;
-                        if (f.term == 2) minima[i] = STEP(ruled_add)(minima[i], m[i % V], of_all, 0);
-                    }
-                }
                 STEP(i32v) w[V];
                 STEP_UNROLL
                 for (int v = 0; v < V; v++) {
+                    const int group = f.scaled == 16 ? 2 * part + g / 4 : part; /* of columns with one scale */
+                    if (g % 4 == 0) s[v] = STEP(ruled_scales)(scales + group * 16 + v * STEP(FLOATS), f.scaled, f.is_signed);
                     memcpy(&w[v], from + (f.bits == 8 ? g : f.bits == 4 ? g % 4 : g % 2) * 64 + v * STEP_BYTES, sizeof w[v]);
                     if (f.bits == 4) w[v] = (g / 4 ? w[v] >> 4 : w[v]) & 0x0F0F0F0F;
                     if (f.bits == 2) w[v] = (w[v] >> 2 * (g / 2)) & 0x03030303;
@@ -287,8 +333,9 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
                 EACH {
                     int32_t x;
                     memcpy(&x, tokens + (size_t)(i / V) * token_bytes + k + part * 32 + g * 4, sizeof x);
-                    acc[i] = STEP(ruled_dot)(acc[i], w[i % V], x, RULED_SIGNED(f));
-                    if ((g + 1) % RULED_RUN(f) == 0) {
+                    if (RULED_DIRECT(f)) total[i] = STEP(ruled_dot)(total[i], w[i % V], x, 0);
+                    else acc[i] = STEP(ruled_dot)(acc[i], w[i % V], x, RULED_SIGNED(f));
+                    if (!RULED_DIRECT(f) && (g + 1) % RULED_RUN(f) == 0) {
                         total[i] = STEP(ruled_add)(total[i], acc[i], s[i % V], !f.scaled);
                         acc[i] = (STEP(i32v)){0};
                     }
@@ -305,7 +352,7 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
             const float *dx = (const float *)(tokens + (size_t)(i / V) * token_bytes + K);
             const float scale = dx[k / (size_t)f.block];
             t[i] += d[i % V] * scale * STEP(to_floats)(total[i]);
-            if (f.term == 1) u[i] += e[i % V] * dx[K / 32 + k / 16 + 1];
+            if (f.term == 1) u[i] += e[i % V] * dx[K / 16 + k / 32];
             if (f.term == 2) u[i] += e[i % V] * scale * STEP(to_floats)(minima[i]);
         }
     }
@@ -319,15 +366,16 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
 /* The 16 rows of a panel times M tokens.   y: `rows` of the 16, those of a token y_stride apart */
 RULED_TARGET static void STEP(ruled_panel)(int form, const uint8_t *panel, size_t K, const uint8_t *tokens,
                                            size_t token_bytes, size_t M, size_t rows, float *y, size_t y_stride) {
-    float out[RULED_TOKENS * RULED_ROWS];
+    float out[RULED_MOST * RULED_ROWS];
     for (size_t m = 0; m < M;) {
-        const int T = M - m >= RULED_TOKENS ? RULED_TOKENS : 1;
+        const int many = RULED_TOKENS(RULED_FORMS[form]), T = M - m >= (size_t)many ? many : M - m >= 4 ? 4 : 1;
         const uint8_t *some = tokens + m * token_bytes;
         for (int lane = 0; lane < RULED_ROWS; lane += STEP(RULED_VECTORS) * STEP(FLOATS)) {
 #define FORM(n)                                                                                                        \
     case n:                                                                                                            \
-        if (T == 1) STEP(ruled_rows)(RULED_FORMS[n], panel, K, some, token_bytes, 1, out, lane);                       \
-        else STEP(ruled_rows)(RULED_FORMS[n], panel, K, some, token_bytes, RULED_TOKENS, out, lane);                   \
+        if (T == 1) STEP(ruled_rows)(RULED_FORMS[n], panel, K, some, token_bytes, 1, m == 0, out, lane);               \
+        else if (T == 4) STEP(ruled_rows)(RULED_FORMS[n], panel, K, some, token_bytes, 4, m == 0, out, lane);          \
+        else STEP(ruled_rows)(RULED_FORMS[n], panel, K, some, token_bytes, RULED_TOKENS(RULED_FORMS[n]), m == 0, out, lane); \
         break;
             switch (form) { FORM(0) FORM(1) FORM(2) FORM(3) FORM(4) FORM(5) FORM(6) FORM(7) FORM(8) }
 #undef FORM
@@ -336,6 +384,8 @@ RULED_TARGET static void STEP(ruled_panel)(int form, const uint8_t *panel, size_
     }
 }
 #undef RULED_SIGNED
+#undef RULED_DIRECT
+#undef RULED_TOKENS
 #undef RULED_RUN
 #undef RULED_INLINE
 #undef RULED_TARGET
