@@ -378,6 +378,8 @@ STEP_TARGET static void STEP(all_rows_wide)(const attend_call *c, kv_range block
  *   2,048 0.95; 2B-4T's prompts 0.93 to 0.96; TinyLlama's of 512 0.93. Of the time of a prompt of 2,048, 2B-4T: scores 39% (0.88 of the
  *   peak), values 36% (0.94), widening 15%, softmax 11%; SmolLM2 40% (0.73), 31% (0.93), none, 18%. Tried: three heads as a
  *   tile for a prompt, not four rows across tokens: 1.01 to 1.03.
+ * Tried, SmolLM2 (3 heads of 64 for a kv head), a Sapphire Rapids without tiles, 512 tokens: keys and values widened for any number
+ *   of heads: scores and values 0.85 of the time, but widening for 30 rows takes what that gives (AVX2 as well).
  * An EPYC (Zen 3, AVX2, 25 G double multiply-adds/s, beside eight other programs), 256 keys in the caches, best calls in turn,
  *   equal bits: a query loaded once for two keys (10 loads for 8 products bound them), and all scores of a tile together, seen
  *   or not: scores 15.1 G, now 17.2 (10 tokens of 3 heads of 64), 14.2, 16.5 (8 tokens of 4); even and odd powers of exp apart,
