@@ -8,7 +8,7 @@ from itertools import product
 import gguf
 import numpy as np
 import pytest
-from helpers import DATA, model, rng
+from helpers import BITNET, DATA, model, rng, tiny_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 from test_gguf_model import changed
 
@@ -240,6 +240,22 @@ def test_sherrys_form(tmp_path):
     assert convert(folder, tmp_path / "x.gguf", "gguf-stq1_0").exact
     with open_gguf(tmp_path / "x.gguf") as file:
         assert sum(tensor.type.name == "STQ1_0" for tensor in file.tensors.values()) == sherries > 0
+
+
+def test_a_bitnet_whose_inputs_stay_in_float(tmp_path):
+    """Its matrices are in blocks where these fit, else dense: each is its ternary values times its scale."""
+    config = {**BITNET, "use_sub_norms": False, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96}
+    tensors = {name: w for name, w in tiny_tensors(config).items() if "sub_norm" not in name}
+    source, path = write_checkpoint(tmp_path / "hf", config, tensors), tmp_path / "x.gguf"
+    assert convert(source, path, "gguf-q2_0").exact
+    with open_gguf(path) as file:
+        types = {name: tensor.type.name for name, tensor in file.tensors.items() if name.startswith("blk.1.")}
+    dense = {"attn_norm": "F32", "ffn_norm": "F32", "ffn_down": "F16"}
+    linears = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up")
+    assert types == {f"blk.1.{name}.weight": kind for name, kind in (dense | dict.fromkeys(linears, "Q2_0")).items()}
+    found, expected = (bitnet_ref.load(each, backend="numpy") for each in (path, source))
+    for (name, a), (_, b) in zip(found.weights.linears(), expected.weights.linears(), strict=True):
+        np.testing.assert_array_equal(a.array, b.array, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Reading .onnx: our own exports bit for bit, other exporters' names and quantisers, and files that lie."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -116,6 +117,36 @@ def test_our_dense_graph_by_its_names_alone(tmp_path):
     with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
         words = "the configuration is that of config.json beside the file; the graph itself is not read"
         assert checkpoint.evidence == [words]
+
+
+@pytest.mark.parametrize(
+    ("gathers", "expected"),
+    [
+        ("tokens[input_ids]", "tokens"),
+        ("places[position_ids]", None),
+        ("places[position_ids] tokens[input_ids] copies[input_ids]", "tokens"),
+        ("model.embed_tokens.weight[position_ids] types[input_ids]", "model.embed_tokens.weight"),
+        ("types[input_ids] model.embed_tokens.weight[flat_ids]", "model.embed_tokens.weight"),
+        ("types[input_ids] tokens[flat_ids]/model/embed_tokens/Gather", "tokens"),
+        ("vector[input_ids] cube[input_ids] computed[input_ids] tokens[input_ids]", "tokens"),
+        ("embed_tokens.vector[input_ids] tokens[]", None),
+    ],
+)
+def test_which_table_has_the_embeddings(gathers, expected, tmp_path):
+    """The one whose name or whose node's name says so, else the first matrix that `input_ids` choose rows of."""
+    ranks = {"embed_tokens.vector": 1, "vector": 1, "cube": 3}
+    nodes, tables = [], {}
+    for gather in gathers.split():
+        table, indices, name = re.fullmatch(r"(\S+)\[(\w*)\](\S*)", gather).groups()
+        inputs = [table, indices] if indices else [table]
+        nodes.append(helper.make_node("Gather", inputs, [f"y{len(nodes)}"], name=name))
+        if table != "computed":
+            tables[table] = numpy_helper.from_array(np.ones((2,) * ranks.get(table, 2), np.float32), table)
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, None)
+    graph = helper.make_graph(nodes, "g", [ids], [], list(tables.values()))
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert ModelNames(file, Constants(file)).embedding == expected
 
 
 def test_norms_that_an_exporter_merged(tmp_path):
