@@ -24,6 +24,7 @@ from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hashes import weight_hash
 from bitnet_ref.formats.hf import adapter as adapters
+from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.generation.chat import PrefixCache
 from bitnet_ref.inspection import inspect_model
 
@@ -437,8 +438,10 @@ def test_what_does_not_apply_it_says_so(tmp_path):
     found = inspect_model(BESIDE)
     assert found.errors == []
     notes = [finding.message for finding in found.findings if "LoRA" in finding.message]
-    words = "LoRA adapter beside: rank 4 on 6 linears (down_proj, q_proj, v_proj); load applies it"
-    assert notes == [f"{words}, adapter='none' leaves it out"]
+    words = "LoRA adapter beside: rank 4 on 6 linears (down_proj, q_proj, v_proj)"
+    assert notes == [f"{words}; load applies it, adapter='none' leaves it out"]
+    with open_checkpoint(BESIDE, LoadOptions(adapter=BESIDE)) as checkpoint:
+        assert checkpoint.evidence[-1] == words
 
 
 def test_a_base_that_is_not_there(tmp_path):

@@ -212,6 +212,35 @@ def test_without_a_pattern_nothing_is_guessed(kind):
             infer_tiles(kind, pack_tl(kind, np.full((n, k), constant, dtype=np.int8), tiles), n, k)
 
 
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "count"),
+    [
+        ("tl1", 32, 64, 1),
+        ("tl2", 32, 96, 1),
+        ("tl1", 64, 8, 2),
+        ("tl2", 64, 48, 2),
+        ("tl1", 64, 128, 6),
+        ("tl1", 64, 96, 7),
+    ],
+)
+def test_which_orders_cannot_be_told_apart(kind, n, k, count):
+    """At most six are shown; a single one needs no telling."""
+    tilings = candidates(kind, n, k)
+    assert len(tilings) == count
+    data = pack_tl(kind, np.zeros((n, k), dtype=np.int8), tilings[-1])
+    if count == 1:
+        assert infer_tiles(kind, data, n, k) == (tilings[0], "the only ones that fit the shape and the bytes")
+        return
+    with pytest.raises(FormatError) as caught:
+        infer_tiles(kind, data, n, k, field="a")
+    shown = ", ".join([*(str(tuple(tiles)) for tiles in tilings[:6]), *(["..."] if count > 6 else [])])
+    assert str(caught.value) == (
+        f"a: the tile sizes of this {kind.upper()} matrix ({n}, {k}) are not in the file, and its bytes do not clearly "
+        f"tell {count} possible orders apart: (BM, BK, bm) = {shown}. Give tiles=(BM, BK, bm), or the "
+        "kernel_config.ini that bitnet.cpp made it with"
+    )
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_known_shape(kind):
