@@ -446,6 +446,12 @@ BIT = TernaryWeight(PLANE, 8, np.float32(0.99), None)
         (MATRIX, ONES, "native", "x was a dense matrix (2, 32), and x is a vector of 3"),
         (MATRIX, DenseWeight(MATRIX.array / 2), "gguf-q8_0", None),
         (MATRIX, DenseWeight(MATRIX.array / 4), "gguf-q8_0", "x differs"),
+        (
+            MATRIX,
+            DenseWeight(MATRIX.array.T.copy()),
+            "native",
+            "x was a dense matrix (2, 32), and x is a dense matrix (32, 2)",
+        ),
         (MATRIX, DenseWeight(MATRIX.array / 2, ONES[:2]), "gguf-q8_0", "x (bias) differs"),
         (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-24)), "online", None),
         (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-23)), "online", "x (scale) differs"),
@@ -468,6 +474,15 @@ def test_how_much_a_format_may_round(a, b, kind, problem, monkeypatch):
     proof = Proof()
     proof_module._compare_parts(SimpleNamespace(config=None), written, proof, None)
     assert proof.problems == ([] if problem is None else [problem])
+
+
+def test_what_blocks_round_is_told_of_each_row():
+    """By the row's largest value: a small row may lose as much of itself as a large one."""
+    a = np.array([[100, -1], [0.25, -0.5], [0, 0]], np.float32)
+    b = a + np.array([[0, 0.5], [0.125, 0], [2.0**-26, 0]], np.float32)
+    assert proof_module._block_difference(a, b) == 0.5
+    assert proof_module._block_difference(a[:2], b[:2]) == 0.25
+    assert proof_module._block_difference(a[:1], b[:1]) == np.float32(0.005)
 
 
 @pytest.mark.parametrize(

@@ -701,6 +701,29 @@ def test_graphs_of_another_model(edit, says, style, config, file_config, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("style", "module", "name"),
+    [
+        ("gemm", "layers.1.self_attn.q_proj", "blocks.1.attn.q_proj"),
+        ("gemm", "layers.0.mlp.down_proj", "blocks.0.mlp.down_proj"),
+        ("genai-qkv", "layers.1.attn.o_proj", "blocks.1.attn.o_proj"),
+        ("genai-qkv", "layers.0.mlp.gate_proj", "blocks.0.mlp.gate_proj"),
+        ("gemm", "lm_head", "lm_head"),
+    ],
+)
+def test_a_graph_without_one_of_its_matrices(style, module, name, tmp_path):
+    proto = decoder(model(hf(tmp_path / "hf", TINY)).weights, style, TINY)
+    kept = [node for node in proto.graph.node if not any(module in each for each in node.input)]
+    assert len(kept) == len(proto.graph.node) - 1
+    del proto.graph.node[:]
+    proto.graph.node.extend(kept)
+    with pytest.raises(FormatError) as caught:
+        bitnet_ref.load(write(tmp_path / "onnx", proto, TINY), backend="numpy")
+    full = f"model.{module}".replace(".attn.", ".self_attn.") if module != "lm_head" else module
+    assert caught.value.field == name
+    assert caught.value.message == f"no MatMul, Gemm or MatMulNBits with constant weights was found for {full}"
+
+
+@pytest.mark.parametrize(
     ("style", "config", "op_type", "name"),
     [
         *(("nbits-4", BITNET, "MatMulNBits", name) for name in ("N", "K", "bits", "block_size")),
