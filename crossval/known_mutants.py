@@ -319,4 +319,37 @@ KNOWN: dict[str, str] = {
     ),
     'formats/hf/wrappers.py hf_form: require(model_type in hf_forms(), "model_type", f"one of {\', '
     "'.join(hf_forms())}\", model_type) -> pass": ("every family has a form in Hugging Face's files"),
+    "formats/gguf/tl.py _tl1_counts: units = data.reshape(-1, small_m // 16, 64 // small_m, 2, 8) # "
+    "tile, m16, k4, half of the 16 rows, row -> units = data.reshape(-1, small_m // 16, (65) // "
+    "small_m, 2, 8) # tile, m16, k4, half of the 16 rows, row": ("bm is 32 or 64, and of 65 columns as many fit"),
+    "formats/gguf/i2_s.py pack_from_i2_s: step = max(1, _CHUNK_WORDS // blocks.shape[1]) -> step = "
+    "max(1, (_CHUNK_WORDS * blocks.shape[1]))": ("how many blocks are packed at a time"),
+    "formats/native/base3.py pack_base3: rows = max(1, _BLOCK_BYTES // columns) -> rows = max((2), "
+    "_BLOCK_BYTES // columns)": ("how many rows are packed at a time"),
+    "formats/gguf/i2_s.py _densities_of_all: rows = np.empty((groups, 4, 4), dtype=np.int32) # (line, "
+    "field, quarter) -> rows = (np.empty((groups, 4, 4))) # (line, field, quarter)": (
+        "counts of ones, which float64 holds exactly"
+    ),
+    "formats/hf/masters.py masters_of: sizes[zero[0]] = scale * 2.0**-40 # else it could be read as a "
+    "ternary matrix that was saved in a float dtype -> sizes[zero[0]] = scale * 2.0**-(41) # else it "
+    "could be read as a ternary matrix that was saved in a float dtype": (
+        "a size that is small beside the others and not 0; how small does not matter"
+    ),
+    "formats/gguf/export.py write_split_gguf: largest_entry = MAX_NAME + 8 * MAX_RANK + "
+    "DEFAULT_ALIGNMENT + 32 # of a tensor in the header, and its padding -> largest_entry = (MAX_NAME "
+    "+ 8 * MAX_RANK + DEFAULT_ALIGNMENT - 32) # of a tensor in the header, and its padding": (
+        "how far a part stays below its limit: some bytes for each tensor"
+    ),
+    'formats/gguf/export.py _llama_cpp_order: return (int(name.split(".")[1]) if '
+    'name.startswith("blk.") else -1), name -> return (int(name.split(".")[1]) if '
+    'name.startswith("blk.") else -(2)), name': ("the tensors outside of the blocks are before block 0 as well"),
+    "formats/gguf/i2_s.py pack_from_i2_s: step = max(1, _CHUNK_WORDS // blocks.shape[1]) -> step = "
+    "max((2), _CHUNK_WORDS // blocks.shape[1])": ("how many blocks are packed at a time"),
+    'formats/gguf/tl_tiles.py _tilings: tails = (0,) if kind == "tl1" else range(0, min(TL2_MAX_TAIL, '
+    'k - 1) + 1, 32) -> tails = (0,) if kind == "tl1" else range(0, min(TL2_MAX_TAIL, k - 1) + (2), 32)': (
+        "a tail of all columns has no column sizes"
+    ),
+    "formats/gguf/blocks.py _stq1_0_slots: lanes = codes.reshape(-1, 4, 4, 16).swapaxes(2, "
+    "3).reshape(len(codes), 64, 4) -> lanes = (codes.reshape(4, -1, 4, 16)).swapaxes(2, "
+    "3).reshape(len(codes), 64, 4)": ("the same values in the same order, whatever the shape"),
 }

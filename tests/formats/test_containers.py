@@ -387,7 +387,9 @@ def test_written_in_parts(source, target, tmp_path):
     expected = model(DATA / source).logits(TOKENS)
     np.testing.assert_array_equal(bitnet_ref.load(folder, backend="numpy").logits(TOKENS), expected)
     if suffix == "safetensors":
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        text = (folder / "model.safetensors.index.json").read_text()
+        index = json.loads(text)
+        assert text == json.dumps(index, indent=2) + "\n"
         stored = {path.name: load_file(path) for path in written}
         assert index["weight_map"] == {name: file for file, tensors in stored.items() for name in tensors}
         sizes = [[w.nbytes for w in tensors.values()] for tensors in stored.values()]

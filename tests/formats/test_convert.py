@@ -653,6 +653,9 @@ def test_which_formats_hold_a_model(tiles):
     assert {rows[target].engine for target in held} == {
         *("transformers", "bitnet.cpp", "ik_llama.cpp", "onnxruntime", "bitnet_ref")
     }
+    of_one = ("gguf-tl2", "gguf-pq2_0", "gguf-stq1_0", "gguf-q2_0", "mlx-1bit")  # the engine of a format, if it is one
+    engines = ["bitnet.cpp", "PrismML's llama.cpp", "AngelSlim's llama.cpp", "", "mlx-lm"]
+    assert [rows[target].engine for target in of_one] == engines
     dense = {fit.target: fit.reason for fit in fits(GOLDEN / "llama-dense") if fit.proof is None}
     assert "this model is dense" in dense["gguf-tq1_0"]
     assert "no matrix of this model is ternary by groups" in dense["mlx-2bit"]

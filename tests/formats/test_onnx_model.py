@@ -149,6 +149,29 @@ def test_which_table_has_the_embeddings(gathers, expected, tmp_path):
     assert ModelNames(file, Constants(file)).embedding == expected
 
 
+def test_which_vector_is_a_norm(tmp_path):
+    """Not a bias, nor a matrix of such a name, nor a vector below a layer that is named as the last one."""
+    names = {
+        "model.layers.0.input_layernorm.bias": 1,
+        "model.layers.0.input_layernorm.weight": 1,
+        "model.layers.1.input_layernorm.weight": 2,
+        "model.layers.1.other.norm.weight": 1,
+        "model.norm.bias": 1,
+        "model.norm.weight": 1,
+        "copy.model.norm.weight": 1,
+    }
+    tensors = [numpy_helper.from_array(np.ones((2,) * rank, np.float32), name) for name, rank in names.items()]
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, None)
+    node = helper.make_node("Identity", ["input_ids"], ["y"])
+    proto = helper.make_model(helper.make_graph([node], "g", [ids], [], tensors))
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert ModelNames(file, Constants(file)).norms == {
+        "blocks.0.attn_norm": "model.layers.0.input_layernorm.weight",
+        "final_norm": "model.norm.weight",
+    }
+
+
 def test_norms_that_an_exporter_merged(tmp_path):
     """dynamo keeps one initialiser of several equal ones: which norm it is, only the node tells."""
     m = model(hf(tmp_path / "hf", TINY))

@@ -161,7 +161,7 @@ def test_every_large_known_shape(kind, shape):
     test_every_known_shape(kind, shape)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("tl1", (64, 192)), ("tl2", (64, 480))])
+@pytest.mark.parametrize(("kind", "shape"), [("tl1", (64, 192)), ("tl2", (64, 480)), ("tl2", (64, 80))])
 def test_tilings_are_one_exactly_if_their_bytes_are(kind, shape):
     w_t = random_ternary(rng(5), *shape)
     fit = [Tiles(m, k, s) for s in (16, 32, 64) for m in range(s, 65, s) for k in range(4, shape[1] + 1, 4)]
