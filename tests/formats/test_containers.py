@@ -15,6 +15,7 @@ from test_gguf_model import changed
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf import blocks
 from bitnet_ref.formats.gguf.blocks import (
@@ -349,6 +350,25 @@ def test_one_scale_is_a_bit_linears_unless_something_says_otherwise(tmp_path):
     np.testing.assert_array_equal(named.logits(TOKENS), floats.logits(TOKENS))
     forced = bitnet_ref.load(tmp_path / "x.gguf", backend="numpy", activations="int8")
     np.testing.assert_array_equal(forced.logits(TOKENS), m.logits(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("activations", "words", "int8"),
+    [
+        ("float", "activations: float, as it was asked for", False),
+        ("int8", "activations: int8, as it was asked for", True),
+        (
+            "blocks",
+            "activations: rounded by blocks, as it was asked for (the rule of ggml, see docs/families.md)",
+            None,
+        ),
+    ],
+)
+def test_what_is_asked_for_of_the_inputs_is_told(activations, words, int8, tmp_path):
+    with GgufCheckpoint(one_scale(tmp_path), LoadOptions(activations=activations)) as checkpoint:
+        assert [each for each in checkpoint.evidence if "activations" in each] == [words]
+        quantization = checkpoint.config.quantization
+        assert (None if quantization is None else quantization.int8_activations) is int8
 
 
 def test_several_scales_leave_the_inputs_in_float(tmp_path):
