@@ -352,4 +352,15 @@ KNOWN: dict[str, str] = {
     "formats/gguf/blocks.py _stq1_0_slots: lanes = codes.reshape(-1, 4, 4, 16).swapaxes(2, "
     "3).reshape(len(codes), 64, 4) -> lanes = (codes.reshape(4, -1, 4, 16)).swapaxes(2, "
     "3).reshape(len(codes), 64, 4)": ("the same values in the same order, whatever the shape"),
+    "formats/gguf/blocks.py _pack_tq1_0: for trit in range(5): -> for trit in range((6)):": (
+        "of a sixth trit nothing is written"
+    ),
+    "formats/hf/writer.py _pack_for_mlx: usual = Counter(sizes.values()).most_common(1)[0][0] -> usual "
+    "= Counter(sizes.values()).most_common((2))[0][0]": ("the first of two is the first of one"),
+    'formats/gguf/evidence.py _compare_layouts: comparison.add(columns["down_proj"], rows[short]) -> '
+    "(comparison.add(rows[short], columns['down_proj']))": ("a correlation, of the one with the other"),
+    "formats/gguf/blocks.py _stq1_0_codes: return lanes.reshape(-1, 4, 16, 4).swapaxes(2, "
+    "3).reshape(-1, 256) -> return (lanes.reshape(4, -1, 16, 4)).swapaxes(2, 3).reshape(-1, 256)": (
+        "the same values in the same order, whatever the shape"
+    ),
 }

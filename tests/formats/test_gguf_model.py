@@ -15,7 +15,7 @@ from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scal
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf import evidence
 from bitnet_ref.formats.gguf.blocks import MXFP4, TYPES
-from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
+from bitnet_ref.formats.gguf.config import _Keys, llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import (
     block_linears,
     check_dialect,
@@ -700,6 +700,8 @@ def test_equal_values_per_layer_are_that_value(tmp_path):
     arrays = {key: ("[uint32]", [size] * one.num_hidden_layers) for key, size in sizes.items()}
     arrays["attention__layer_norm_rms_epsilon"] = ("[float32]", [one.norm_eps] * one.num_hidden_layers)
     assert keys_with(tmp_path, **arrays) == one
+    of_one_layer = {"general.architecture": "llama", "llama.block_count": 1, "llama.x": np.array([4], np.uint32)}
+    assert _Keys(SimpleNamespace(metadata=of_one_layer, path=tmp_path)).count("x") == 4
 
 
 @pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (2, None), (4, None)])

@@ -35,6 +35,9 @@ def test_masters_quantise_to_the_same_planes_and_scale(shape, density, scale):
     np.testing.assert_array_equal(again, w_t)
     assert abs(float(mean) / float(np.float32(scale)) - 1) <= MEAN_ERROR
     assert split_ternary(masters.astype(np.float32)) is None  # else a reader would take the size for the scale
+    sizes = np.abs(masters.astype(np.float64))
+    step = sizes.max() - float(np.nextafter(masters.max(), ml_dtypes.bfloat16(0)))
+    assert sizes[w_t == 0].sum() < step + 1e-6 * scale  # what the others cannot have together
 
 
 def test_a_size_that_bfloat16_has_is_no_ternary_matrix():
