@@ -363,4 +363,19 @@ KNOWN: dict[str, str] = {
     "3).reshape(-1, 256) -> return (lanes.reshape(4, -1, 16, 4)).swapaxes(2, 3).reshape(-1, 256)": (
         "the same values in the same order, whatever the shape"
     ),
+    "formats/gguf/tl2.py tl2_problem: step = 1 << 14 -> step = 1 << (15)": ("how many bytes are checked at a time"),
+    "formats/gguf/evidence.py _compare_layouts: comparison.add(columns[short], dict.fromkeys(LAYOUTS, "
+    "norm(before))) -> (comparison.add(dict.fromkeys(LAYOUTS, norm(before)), columns[short]))": (
+        "a correlation, of the one with the other"
+    ),
+    'formats/hf/packings.py _planes: zeros = np.full(8, _FOUR_ZEROS).view("u8" if data.shape[1] // '
+    'scales.shape[1] % 8 == 0 else "u1")[0] -> zeros = np.full(8, _FOUR_ZEROS).view("u8" if '
+    'data.shape[1] // scales.shape[1] % (9) == 0 else "u1")[0]': ("how many bytes are compared at a time"),
+    "formats/hf/writer.py _stack_experts: shape = len(place.parts), *tensors[0].shape -> shape = "
+    "len(place.parts), *tensors[(1)].shape": (
+        "the matrices of a layer's experts, of which there are several, have one shape"
+    ),
+    "formats/gguf/tl.py infer_tiles: if lead > _SIGMAS: -> if (lead >= _SIGMAS):": (
+        "no matrix is ahead by eight sigmas to the bit"
+    ),
 }

@@ -476,6 +476,23 @@ def test_how_much_a_format_may_round(a, b, kind, problem, monkeypatch):
     assert proof.problems == ([] if problem is None else [problem])
 
 
+def test_a_difference_is_relative_to_the_source():
+    """Of a matrix, its bias and its scales; halves of the source are half away, and not twice."""
+    proof = Proof()
+    bit = replace(BIT, bias=ONES)
+    for a, b in (
+        (DenseWeight(MATRIX.array, ONES[:2]), DenseWeight(MATRIX.array / 4, ONES[:2] / 2)),
+        (bit, replace(bit, bias=ONES / 8, w_dequant_scale=bit.w_dequant_scale / 2)),
+    ):
+        for name, tally, difference in proof_module._differences(a, b, proof):
+            tally.add(name, difference)
+    assert (proof.planes.total, proof.planes.largest) == (1, 0)
+    assert (proof.scales.total, proof.scales.largest, proof.scales.first) == (1, 0.5, " (scale)")
+    assert (proof.tensors.total, proof.tensors.largest) == (3, 0.875)
+    found = [each for _, _, each in proof_module._differences(MATRIX, DenseWeight(MATRIX.array * 2, ONES[:2]), proof)]
+    assert found == [1, np.inf]
+
+
 def test_what_blocks_round_is_told_of_each_row():
     """By the row's largest value: a small row may lose as much of itself as a large one."""
     a = np.array([[100, -1], [0.25, -0.5], [0, 0]], np.float32)
