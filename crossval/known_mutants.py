@@ -378,4 +378,10 @@ KNOWN: dict[str, str] = {
     "formats/gguf/tl.py infer_tiles: if lead > _SIGMAS: -> if (lead >= _SIGMAS):": (
         "no matrix is ahead by eight sigmas to the bit"
     ),
+    "formats/gguf/evidence.py: _SAMPLE_VALUES = 1 << 16 # read from each dense matrix to decide "
+    "whether it is ternary -> _SAMPLE_VALUES = 1 << (17) # read from each dense matrix to decide "
+    "whether it is ternary": ("how many values are looked at first; the rest is checked when the matrix is read"),
+    "formats/binary_file.py: _READ_BYTES = 8 << 20 # at a time, so that the read-ahead moves on within "
+    "a large tensor -> _READ_BYTES = 8 << (21) # at a time, so that the read-ahead moves on within a "
+    "large tensor": ("how many bytes are read at a time"),
 }

@@ -263,6 +263,8 @@ def test_six_unknown_keys_are_named():
         adapters._check({"peft_type": "LORA", **odd, "off": None}, CONFIG_PATH)
     named = ", ".join(f"odd{n}" for n in range(1, 7))
     assert [str(each.message) for each in caught] == [f"{CONFIG_PATH}: {named}: ignored; no LoRA known here has it"]
+    with pytest.warns(ConfigWarning, match=r"a\\n\\t: ignored"):  # on one line
+        adapters._check({"peft_type": "LORA", "a\n\t": 1}, CONFIG_PATH)
 
 
 @pytest.mark.parametrize(

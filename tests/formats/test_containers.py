@@ -26,8 +26,10 @@ from bitnet_ref.formats.gguf.blocks import (
     groups_from_rows,
     iq2_bn_rows,
 )
+from bitnet_ref.formats.gguf.export import write_gguf_model
 from bitnet_ref.formats.gguf.file import GgufFile, Typed, open_gguf
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.quantization import unpack_ternary
 from bitnet_ref.reference.weights import TernaryWeight
@@ -423,6 +425,16 @@ def test_written_in_parts(source, target, tmp_path):
     assert values == [{"split.no": i, "split.count": count, "split.tensors.count": total} for i in range(count)]
     assert all(path.stat().st_size <= limit or len(r.tensors) == 1 for path, r in zip(written, readers, strict=True))
     assert ["general.architecture" in reader.fields for reader in readers] == [True] + [False] * (count - 1)
+
+
+@pytest.mark.parametrize("size", [None, 90_000])
+def test_progress_over_all_parts(size, tmp_path):
+    seen = []
+    with open_checkpoint(DATA / "golden" / "bitnet-packed-offline") as checkpoint:
+        path = tmp_path if size else tmp_path / "x.gguf"
+        write_gguf_model(checkpoint, path, "f32", split_size=size, progress=lambda *done: seen.append(done))
+    assert (len(list(tmp_path.iterdir())) > 2) == (size is not None)
+    assert seen == [(number, len(seen)) for number in range(1, len(seen) + 1)]
 
 
 @pytest.mark.sample(2)
