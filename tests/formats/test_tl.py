@@ -262,9 +262,17 @@ def test_the_excess_of_a_matrix_without_a_pattern_is_near_zero(kind):
     n, k = 1536, 1536
     usual = KNOWN_TILES[kind][n, k][0]
     tilings = candidates(kind, n, k)
-    plain, dof = _scores(kind, pack_tl(kind, random_ternary(rng(9), n, k), usual), n, k, tilings)
+    w_t = random_ternary(rng(9), n, k)
+    plain, dof = _scores(kind, pack_tl(kind, w_t, usual), n, k, tilings)
     assert dof == n // 8 + k
-    assert abs(plain[tilings.index(usual)]) < 6 * np.sqrt(2 * dof)
+    excess = plain[tilings.index(usual)]
+    assert abs(excess) < 6 * np.sqrt(2 * dof)
+    if kind == "tl1":  # whose groups of eight rows are neighbours
+        zeros = w_t == 0
+        share = zeros.mean()
+        of_rows = np.square(zeros.reshape(-1, 8 * k).sum(axis=1) - 8 * k * share).sum() / (8 * k)
+        of_columns = np.square(zeros.sum(axis=0) - n * share).sum() / n
+        np.testing.assert_allclose(excess, (of_rows + of_columns) / (share * (1 - share)) - dof, rtol=1e-9)
     patterns, _ = _scores(kind, pack_tl(kind, patterned(n, k), usual), n, k, tilings)
     assert tilings[int(patterns.argmax())] == usual
     assert patterns.max() > 100 * np.sqrt(2 * dof)
