@@ -319,4 +319,69 @@ KNOWN: dict[str, str] = {
     ),
     'formats/hf/wrappers.py hf_form: require(model_type in hf_forms(), "model_type", f"one of {\', '
     "'.join(hf_forms())}\", model_type) -> pass": ("every family has a form in Hugging Face's files"),
+    "formats/gguf/tl.py _tl1_counts: units = data.reshape(-1, small_m // 16, 64 // small_m, 2, 8) # "
+    "tile, m16, k4, half of the 16 rows, row -> units = data.reshape(-1, small_m // 16, (65) // "
+    "small_m, 2, 8) # tile, m16, k4, half of the 16 rows, row": ("bm is 32 or 64, and of 65 columns as many fit"),
+    "formats/gguf/i2_s.py pack_from_i2_s: step = max(1, _CHUNK_WORDS // blocks.shape[1]) -> step = "
+    "max(1, (_CHUNK_WORDS * blocks.shape[1]))": ("how many blocks are packed at a time"),
+    "formats/native/base3.py pack_base3: rows = max(1, _BLOCK_BYTES // columns) -> rows = max((2), "
+    "_BLOCK_BYTES // columns)": ("how many rows are packed at a time"),
+    "formats/gguf/i2_s.py _densities_of_all: rows = np.empty((groups, 4, 4), dtype=np.int32) # (line, "
+    "field, quarter) -> rows = (np.empty((groups, 4, 4))) # (line, field, quarter)": (
+        "counts of ones, which float64 holds exactly"
+    ),
+    "formats/hf/masters.py masters_of: sizes[zero[0]] = scale * 2.0**-40 # else it could be read as a "
+    "ternary matrix that was saved in a float dtype -> sizes[zero[0]] = scale * 2.0**-(41) # else it "
+    "could be read as a ternary matrix that was saved in a float dtype": (
+        "a size that is small beside the others and not 0; how small does not matter"
+    ),
+    "formats/gguf/export.py write_split_gguf: largest_entry = MAX_NAME + 8 * MAX_RANK + "
+    "DEFAULT_ALIGNMENT + 32 # of a tensor in the header, and its padding -> largest_entry = (MAX_NAME "
+    "+ 8 * MAX_RANK + DEFAULT_ALIGNMENT - 32) # of a tensor in the header, and its padding": (
+        "how far a part stays below its limit: some bytes for each tensor"
+    ),
+    'formats/gguf/export.py _llama_cpp_order: return (int(name.split(".")[1]) if '
+    'name.startswith("blk.") else -1), name -> return (int(name.split(".")[1]) if '
+    'name.startswith("blk.") else -(2)), name': ("the tensors outside of the blocks are before block 0 as well"),
+    "formats/gguf/i2_s.py pack_from_i2_s: step = max(1, _CHUNK_WORDS // blocks.shape[1]) -> step = "
+    "max((2), _CHUNK_WORDS // blocks.shape[1])": ("how many blocks are packed at a time"),
+    'formats/gguf/tl_tiles.py _tilings: tails = (0,) if kind == "tl1" else range(0, min(TL2_MAX_TAIL, '
+    'k - 1) + 1, 32) -> tails = (0,) if kind == "tl1" else range(0, min(TL2_MAX_TAIL, k - 1) + (2), 32)': (
+        "a tail of all columns has no column sizes"
+    ),
+    "formats/gguf/blocks.py _stq1_0_slots: lanes = codes.reshape(-1, 4, 4, 16).swapaxes(2, "
+    "3).reshape(len(codes), 64, 4) -> lanes = (codes.reshape(4, -1, 4, 16)).swapaxes(2, "
+    "3).reshape(len(codes), 64, 4)": ("the same values in the same order, whatever the shape"),
+    "formats/gguf/blocks.py _pack_tq1_0: for trit in range(5): -> for trit in range((6)):": (
+        "of a sixth trit nothing is written"
+    ),
+    "formats/hf/writer.py _pack_for_mlx: usual = Counter(sizes.values()).most_common(1)[0][0] -> usual "
+    "= Counter(sizes.values()).most_common((2))[0][0]": ("the first of two is the first of one"),
+    'formats/gguf/evidence.py _compare_layouts: comparison.add(columns["down_proj"], rows[short]) -> '
+    "(comparison.add(rows[short], columns['down_proj']))": ("a correlation, of the one with the other"),
+    "formats/gguf/blocks.py _stq1_0_codes: return lanes.reshape(-1, 4, 16, 4).swapaxes(2, "
+    "3).reshape(-1, 256) -> return (lanes.reshape(4, -1, 16, 4)).swapaxes(2, 3).reshape(-1, 256)": (
+        "the same values in the same order, whatever the shape"
+    ),
+    "formats/gguf/tl2.py tl2_problem: step = 1 << 14 -> step = 1 << (15)": ("how many bytes are checked at a time"),
+    "formats/gguf/evidence.py _compare_layouts: comparison.add(columns[short], dict.fromkeys(LAYOUTS, "
+    "norm(before))) -> (comparison.add(dict.fromkeys(LAYOUTS, norm(before)), columns[short]))": (
+        "a correlation, of the one with the other"
+    ),
+    'formats/hf/packings.py _planes: zeros = np.full(8, _FOUR_ZEROS).view("u8" if data.shape[1] // '
+    'scales.shape[1] % 8 == 0 else "u1")[0] -> zeros = np.full(8, _FOUR_ZEROS).view("u8" if '
+    'data.shape[1] // scales.shape[1] % (9) == 0 else "u1")[0]': ("how many bytes are compared at a time"),
+    "formats/hf/writer.py _stack_experts: shape = len(place.parts), *tensors[0].shape -> shape = "
+    "len(place.parts), *tensors[(1)].shape": (
+        "the matrices of a layer's experts, of which there are several, have one shape"
+    ),
+    "formats/gguf/tl.py infer_tiles: if lead > _SIGMAS: -> if (lead >= _SIGMAS):": (
+        "no matrix is ahead by eight sigmas to the bit"
+    ),
+    "formats/gguf/evidence.py: _SAMPLE_VALUES = 1 << 16 # read from each dense matrix to decide "
+    "whether it is ternary -> _SAMPLE_VALUES = 1 << (17) # read from each dense matrix to decide "
+    "whether it is ternary": ("how many values are looked at first; the rest is checked when the matrix is read"),
+    "formats/binary_file.py: _READ_BYTES = 8 << 20 # at a time, so that the read-ahead moves on within "
+    "a large tensor -> _READ_BYTES = 8 << (21) # at a time, so that the read-ahead moves on within a "
+    "large tensor": ("how many bytes are read at a time"),
 }

@@ -69,7 +69,7 @@ EXCHANGED = {a: b for pair in _PAIRS.split(";") for a, b in (pair.split(), pair.
 
 
 LEFT_ALONE = ("strict", "encoding", "help")  # keywords: an assertion, what is the default where it is UTF-8, a text
-SYMMETRIC = ("min", "max", "is_same_file")
+SYMMETRIC = ("min", "max", "is_same_file", "np.array_equal", "np.maximum", "np.minimum")
 NOT_SWAPPED = (*SYMMETRIC, "isinstance", "getattr", "hasattr", "field", "cast", "require", "log.info", "log.debug")
 
 

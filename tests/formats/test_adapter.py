@@ -24,6 +24,7 @@ from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hashes import weight_hash
 from bitnet_ref.formats.hf import adapter as adapters
+from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.generation.chat import PrefixCache
 from bitnet_ref.inspection import inspect_model
 
@@ -262,6 +263,8 @@ def test_six_unknown_keys_are_named():
         adapters._check({"peft_type": "LORA", **odd, "off": None}, CONFIG_PATH)
     named = ", ".join(f"odd{n}" for n in range(1, 7))
     assert [str(each.message) for each in caught] == [f"{CONFIG_PATH}: {named}: ignored; no LoRA known here has it"]
+    with pytest.warns(ConfigWarning, match=r"a\\n\\t: ignored"):  # on one line
+        adapters._check({"peft_type": "LORA", "a\n\t": 1}, CONFIG_PATH)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +425,7 @@ def test_convert_leaves_ternary_matrices_alone(tmp_path):
     golden, path = GOLDEN[ADAPTERS / "alone"], tmp_path / "x.bitnet.safetensors"
     with pytest.raises(ConfigError, match=r"_proj is ternary.*serve --lora.*adapter='none'") as caught:
         convert(ALONE, path, "native")
-    assert caught.value.field == "adapter"
+    assert (caught.value.field, caught.value.mentions) == ("adapter", ("adapter='none'",))
     assert not path.exists()
     with pytest.raises(ConfigError, match="is ternary"):
         convert(ADAPTERS / "alone" / "base", path, "native", options=LoadOptions(adapter=ALONE))
@@ -437,8 +440,10 @@ def test_what_does_not_apply_it_says_so(tmp_path):
     found = inspect_model(BESIDE)
     assert found.errors == []
     notes = [finding.message for finding in found.findings if "LoRA" in finding.message]
-    words = "LoRA adapter beside: rank 4 on 6 linears (down_proj, q_proj, v_proj); load applies it"
-    assert notes == [f"{words}, adapter='none' leaves it out"]
+    words = "LoRA adapter beside: rank 4 on 6 linears (down_proj, q_proj, v_proj)"
+    assert notes == [f"{words}; load applies it, adapter='none' leaves it out"]
+    with open_checkpoint(BESIDE, LoadOptions(adapter=BESIDE)) as checkpoint:
+        assert checkpoint.evidence[-1] == words
 
 
 def test_a_base_that_is_not_there(tmp_path):

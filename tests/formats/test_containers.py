@@ -8,13 +8,14 @@ from itertools import product
 import gguf
 import numpy as np
 import pytest
-from helpers import DATA, model, rng
+from helpers import BITNET, DATA, model, rng, tiny_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 from test_gguf_model import changed
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf import blocks
 from bitnet_ref.formats.gguf.blocks import (
@@ -25,8 +26,10 @@ from bitnet_ref.formats.gguf.blocks import (
     groups_from_rows,
     iq2_bn_rows,
 )
+from bitnet_ref.formats.gguf.export import write_gguf_model
 from bitnet_ref.formats.gguf.file import GgufFile, Typed, open_gguf
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.quantization import unpack_ternary
 from bitnet_ref.reference.weights import TernaryWeight
@@ -242,6 +245,22 @@ def test_sherrys_form(tmp_path):
         assert sum(tensor.type.name == "STQ1_0" for tensor in file.tensors.values()) == sherries > 0
 
 
+def test_a_bitnet_whose_inputs_stay_in_float(tmp_path):
+    """Its matrices are in blocks where these fit, else dense: each is its ternary values times its scale."""
+    config = {**BITNET, "use_sub_norms": False, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96}
+    tensors = {name: w for name, w in tiny_tensors(config).items() if "sub_norm" not in name}
+    source, path = write_checkpoint(tmp_path / "hf", config, tensors), tmp_path / "x.gguf"
+    assert convert(source, path, "gguf-q2_0").exact
+    with open_gguf(path) as file:
+        types = {name: tensor.type.name for name, tensor in file.tensors.items() if name.startswith("blk.1.")}
+    dense = {"attn_norm": "F32", "ffn_norm": "F32", "ffn_down": "F16"}
+    linears = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up")
+    assert types == {f"blk.1.{name}.weight": kind for name, kind in (dense | dict.fromkeys(linears, "Q2_0")).items()}
+    found, expected = (bitnet_ref.load(each, backend="numpy") for each in (path, source))
+    for (name, a), (_, b) in zip(found.weights.linears(), expected.weights.linears(), strict=True):
+        np.testing.assert_array_equal(a.array, b.array, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
@@ -335,6 +354,25 @@ def test_one_scale_is_a_bit_linears_unless_something_says_otherwise(tmp_path):
     np.testing.assert_array_equal(forced.logits(TOKENS), m.logits(TOKENS))
 
 
+@pytest.mark.parametrize(
+    ("activations", "words", "int8"),
+    [
+        ("float", "activations: float, as it was asked for", False),
+        ("int8", "activations: int8, as it was asked for", True),
+        (
+            "blocks",
+            "activations: rounded by blocks, as it was asked for (the rule of ggml, see docs/families.md)",
+            None,
+        ),
+    ],
+)
+def test_what_is_asked_for_of_the_inputs_is_told(activations, words, int8, tmp_path):
+    with GgufCheckpoint(one_scale(tmp_path), LoadOptions(activations=activations)) as checkpoint:
+        assert [each for each in checkpoint.evidence if "activations" in each] == [words]
+        quantization = checkpoint.config.quantization
+        assert (None if quantization is None else quantization.int8_activations) is int8
+
+
 def test_several_scales_leave_the_inputs_in_float(tmp_path):
     with GgufCheckpoint(TRILM) as checkpoint:
         assert any("several scales, which no BitLinear has" in words for words in checkpoint.evidence)
@@ -371,7 +409,9 @@ def test_written_in_parts(source, target, tmp_path):
     expected = model(DATA / source).logits(TOKENS)
     np.testing.assert_array_equal(bitnet_ref.load(folder, backend="numpy").logits(TOKENS), expected)
     if suffix == "safetensors":
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        text = (folder / "model.safetensors.index.json").read_text()
+        index = json.loads(text)
+        assert text == json.dumps(index, indent=2) + "\n"
         stored = {path.name: load_file(path) for path in written}
         assert index["weight_map"] == {name: file for file, tensors in stored.items() for name in tensors}
         sizes = [[w.nbytes for w in tensors.values()] for tensors in stored.values()]
@@ -385,6 +425,16 @@ def test_written_in_parts(source, target, tmp_path):
     assert values == [{"split.no": i, "split.count": count, "split.tensors.count": total} for i in range(count)]
     assert all(path.stat().st_size <= limit or len(r.tensors) == 1 for path, r in zip(written, readers, strict=True))
     assert ["general.architecture" in reader.fields for reader in readers] == [True] + [False] * (count - 1)
+
+
+@pytest.mark.parametrize("size", [None, 90_000])
+def test_progress_over_all_parts(size, tmp_path):
+    seen = []
+    with open_checkpoint(DATA / "golden" / "bitnet-packed-offline") as checkpoint:
+        path = tmp_path if size else tmp_path / "x.gguf"
+        write_gguf_model(checkpoint, path, "f32", split_size=size, progress=lambda *done: seen.append(done))
+    assert (len(list(tmp_path.iterdir())) > 2) == (size is not None)
+    assert seen == [(number, len(seen)) for number in range(1, len(seen) + 1)]
 
 
 @pytest.mark.sample(2)

@@ -446,6 +446,12 @@ BIT = TernaryWeight(PLANE, 8, np.float32(0.99), None)
         (MATRIX, ONES, "native", "x was a dense matrix (2, 32), and x is a vector of 3"),
         (MATRIX, DenseWeight(MATRIX.array / 2), "gguf-q8_0", None),
         (MATRIX, DenseWeight(MATRIX.array / 4), "gguf-q8_0", "x differs"),
+        (
+            MATRIX,
+            DenseWeight(MATRIX.array.T.copy()),
+            "native",
+            "x was a dense matrix (2, 32), and x is a dense matrix (32, 2)",
+        ),
         (MATRIX, DenseWeight(MATRIX.array / 2, ONES[:2]), "gguf-q8_0", "x (bias) differs"),
         (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-24)), "online", None),
         (BIT, replace(BIT, w_dequant_scale=BIT.w_dequant_scale + np.float32(2.0**-23)), "online", "x (scale) differs"),
@@ -468,6 +474,32 @@ def test_how_much_a_format_may_round(a, b, kind, problem, monkeypatch):
     proof = Proof()
     proof_module._compare_parts(SimpleNamespace(config=None), written, proof, None)
     assert proof.problems == ([] if problem is None else [problem])
+
+
+def test_a_difference_is_relative_to_the_source():
+    """Of a matrix, its bias and its scales; halves of the source are half away, and not twice."""
+    proof = Proof()
+    bit = replace(BIT, bias=ONES)
+    for a, b in (
+        (DenseWeight(MATRIX.array, ONES[:2]), DenseWeight(MATRIX.array / 4, ONES[:2] / 2)),
+        (bit, replace(bit, bias=ONES / 8, w_dequant_scale=bit.w_dequant_scale / 2)),
+    ):
+        for name, tally, difference in proof_module._differences(a, b, proof):
+            tally.add(name, difference)
+    assert (proof.planes.total, proof.planes.largest) == (1, 0)
+    assert (proof.scales.total, proof.scales.largest, proof.scales.first) == (1, 0.5, " (scale)")
+    assert (proof.tensors.total, proof.tensors.largest) == (3, 0.875)
+    found = [each for _, _, each in proof_module._differences(MATRIX, DenseWeight(MATRIX.array * 2, ONES[:2]), proof)]
+    assert found == [1, np.inf]
+
+
+def test_what_blocks_round_is_told_of_each_row():
+    """By the row's largest value: a small row may lose as much of itself as a large one."""
+    a = np.array([[100, -1], [0.25, -0.5], [0, 0]], np.float32)
+    b = a + np.array([[0, 0.5], [0.125, 0], [2.0**-26, 0]], np.float32)
+    assert proof_module._block_difference(a, b) == 0.5
+    assert proof_module._block_difference(a[:2], b[:2]) == 0.25
+    assert proof_module._block_difference(a[:1], b[:1]) == np.float32(0.005)
 
 
 @pytest.mark.parametrize(
@@ -638,6 +670,9 @@ def test_which_formats_hold_a_model(tiles):
     assert {rows[target].engine for target in held} == {
         *("transformers", "bitnet.cpp", "ik_llama.cpp", "onnxruntime", "bitnet_ref")
     }
+    of_one = ("gguf-tl2", "gguf-pq2_0", "gguf-stq1_0", "gguf-q2_0", "mlx-1bit")  # the engine of a format, if it is one
+    engines = ["bitnet.cpp", "PrismML's llama.cpp", "AngelSlim's llama.cpp", "", "mlx-lm"]
+    assert [rows[target].engine for target in of_one] == engines
     dense = {fit.target: fit.reason for fit in fits(GOLDEN / "llama-dense") if fit.proof is None}
     assert "this model is dense" in dense["gguf-tq1_0"]
     assert "no matrix of this model is ternary by groups" in dense["mlx-2bit"]

@@ -15,7 +15,7 @@ from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scal
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf import evidence
 from bitnet_ref.formats.gguf.blocks import MXFP4, TYPES
-from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
+from bitnet_ref.formats.gguf.config import _Keys, llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import (
     block_linears,
     check_dialect,
@@ -700,6 +700,8 @@ def test_equal_values_per_layer_are_that_value(tmp_path):
     arrays = {key: ("[uint32]", [size] * one.num_hidden_layers) for key, size in sizes.items()}
     arrays["attention__layer_norm_rms_epsilon"] = ("[float32]", [one.norm_eps] * one.num_hidden_layers)
     assert keys_with(tmp_path, **arrays) == one
+    of_one_layer = {"general.architecture": "llama", "llama.block_count": 1, "llama.x": np.array([4], np.uint32)}
+    assert _Keys(SimpleNamespace(metadata=of_one_layer, path=tmp_path)).count("x") == 4
 
 
 @pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (2, None), (4, None)])
@@ -943,3 +945,20 @@ def test_llama_cpp_reads_what_we_write(family, kind, tmp_path):
     theirs = np.array(llama.scores[: len(tokens)])
     ours = bitnet_ref.load(path, backend="numpy").logits(tokens)
     assert np.abs(theirs - ours).max() < (0.1 if ternary else 0.004) * ours.std()
+
+
+def test_a_bitnet_with_dense_linears_has_no_gguf(tmp_path):
+    """A reader takes the linears of its architecture for ternary, or all of them for master weights."""
+    module, config = "model.layers.1.mlp.down_proj", {**BITNET}
+    tensors = {name: tensor for name, tensor in tiny_tensors(BITNET).items() if not name.startswith(module)}
+    tensors[f"{module}.weight"] = np.ones((16, 24), np.float32)
+    config["quantization_config"] = {**config["quantization_config"], "modules_to_not_convert": ["lm_head", module]}
+    one = write_checkpoint(tmp_path / "one", config, tensors), "blocks.1.mlp.down_proj"
+    norms = {name: tensor for name, tensor in tiny_tensors(BITNET).items() if "sub_norm" in name}
+    config.pop("quantization_config")
+    every = write_checkpoint(tmp_path / "every", config, tiny_tensors(TINY) | norms), "blocks.0.attn.q_proj"
+    for source, field in (one, every):
+        with pytest.raises(FormatError) as caught:
+            convert(source, tmp_path / "x.gguf", "gguf-f32", options=LoadOptions(allow_unquantized=True))
+        assert caught.value.field == field
+        assert caught.value.message == "is dense; in the architecture bitnet-b1.58 every linear is ternary"

@@ -13,6 +13,7 @@ from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, Keys, parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.wrappers import hf_form
 from bitnet_ref.formats.hf.writer import hf_config_json
+from bitnet_ref.formats.open import choose_format
 from bitnet_ref.reference.config import QuantizationConfig, RopeConfig
 
 PATH = Path("somewhere/config.json")
@@ -512,3 +513,9 @@ def test_a_folder_of_ternary_quant(tmp_path):
     (tmp_path / "metadata.json").write_text('{"format_family": "groupwise_small"}')
     with pytest.raises(FormatError, match="ternary-quant"):
         bitnet_ref.load(tmp_path)
+    for missing in ("codes", "metadata.json"):
+        (tmp_path / missing).rename(tmp_path / "other")
+        assert choose_format(tmp_path) == ("hf", tmp_path)
+        (tmp_path / "other").rename(tmp_path / missing)
+    (tmp_path / "config.json").write_text("{}")
+    assert choose_format(tmp_path) == ("hf", tmp_path)

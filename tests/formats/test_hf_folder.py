@@ -143,10 +143,17 @@ def test_rotary_constants_of_old_checkpoints_are_ignored(tmp_path):
     load(write_checkpoint(tmp_path, TINY, tensors))
 
 
-def test_progress_counts_to_the_end(tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"golden/{case}" for case in ("llama-dense", "bitnet-packed-offline")),
+        *(f"families/{case}" for case in ("maple", "qwen3_moe-groups128", "qwen3_5-groups128-hybrid")),
+    ],
+)
+def test_progress_counts_to_the_end(name):
+    """Of a head of its own and of a tied one, and of layers with other parts."""
     seen = []
-    folder = write_checkpoint(tmp_path, BITNET)
-    bitnet_ref.load(folder, backend="numpy", progress=lambda done, total: seen.append((done, total)))
+    bitnet_ref.load(DATA / name, backend="numpy", progress=lambda done, total: seen.append((done, total)))
     n = seen[-1][1]
     assert seen == [(i + 1, n) for i in range(n)]
 

@@ -173,6 +173,16 @@ def test_the_tokenizer_travels(tmp_path):
     assert all((tmp_path / name).read_bytes() == data for name, data in files.items())
 
 
+@pytest.mark.parametrize("target", ["hf-packed", "onnx"])
+def test_the_prompts_of_its_texts_travel(target, tmp_path):
+    source = write_checkpoint(tmp_path / "source", BITNET)
+    files = {"config_sentence_transformers.json": b'{"prompts": {}}', "sentence_bert_config.json": b"{}"}
+    for name, data in files.items():
+        (source / name).write_bytes(data)
+    convert(source, tmp_path / "out", target, verify=False)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
+
+
 def test_gemma3_has_a_window_even_where_no_layer_uses_it():
     """transformers computes its window from the number before it looks at the layers."""
     raw = json.loads((DATA / "families" / "embedding-gemma3" / "config.json").read_text())

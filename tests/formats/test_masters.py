@@ -11,7 +11,7 @@ import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.formats.convert import convert, prove
-from bitnet_ref.formats.hf.masters import MEAN_ERROR, masters_of
+from bitnet_ref.formats.hf.masters import MEAN_ERROR, _floor, masters_of
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.packing import split_ternary
 from bitnet_ref.reference.quantization import quantize_weights
@@ -35,6 +35,9 @@ def test_masters_quantise_to_the_same_planes_and_scale(shape, density, scale):
     np.testing.assert_array_equal(again, w_t)
     assert abs(float(mean) / float(np.float32(scale)) - 1) <= MEAN_ERROR
     assert split_ternary(masters.astype(np.float32)) is None  # else a reader would take the size for the scale
+    sizes = np.abs(masters.astype(np.float64))
+    step = sizes.max() - float(np.nextafter(masters.max(), ml_dtypes.bfloat16(0)))
+    assert sizes[w_t == 0].sum() < step + 1e-6 * scale  # what the others cannot have together
 
 
 def test_a_size_that_bfloat16_has_is_no_ternary_matrix():
@@ -52,6 +55,13 @@ def test_what_one_weight_cannot_have_is_shared_by_many_zeros():
     masters = masters_of("q_proj", w_t, np.float32(0.3)).astype(np.float32)
     np.testing.assert_array_equal(quantize_weights(masters)[0], w_t)
     assert (masters > 0).sum() > 10
+
+
+@pytest.mark.parametrize("value", [1.0, 1.0078125, 1.0078125 - 2e-16, 1.0078125 + 1e-9, 0.3, 3e38])
+def test_the_largest_bfloat16_that_is_no_larger(value):
+    floor = _floor(value)
+    above = np.nextafter(ml_dtypes.bfloat16(floor), ml_dtypes.bfloat16(np.inf))
+    assert float(ml_dtypes.bfloat16(floor)) == floor <= value < float(above)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Reading .onnx: our own exports bit for bit, other exporters' names and quantisers, and files that lie."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -116,6 +117,59 @@ def test_our_dense_graph_by_its_names_alone(tmp_path):
     with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
         words = "the configuration is that of config.json beside the file; the graph itself is not read"
         assert checkpoint.evidence == [words]
+
+
+@pytest.mark.parametrize(
+    ("gathers", "expected"),
+    [
+        ("tokens[input_ids]", "tokens"),
+        ("places[position_ids]", None),
+        ("places[position_ids] tokens[input_ids] copies[input_ids]", "tokens"),
+        ("model.embed_tokens.weight[position_ids] types[input_ids]", "model.embed_tokens.weight"),
+        ("types[input_ids] model.embed_tokens.weight[flat_ids]", "model.embed_tokens.weight"),
+        ("types[input_ids] tokens[flat_ids]/model/embed_tokens/Gather", "tokens"),
+        ("vector[input_ids] cube[input_ids] computed[input_ids] tokens[input_ids]", "tokens"),
+        ("embed_tokens.vector[input_ids] tokens[]", None),
+    ],
+)
+def test_which_table_has_the_embeddings(gathers, expected, tmp_path):
+    """The one whose name or whose node's name says so, else the first matrix that `input_ids` choose rows of."""
+    ranks = {"embed_tokens.vector": 1, "vector": 1, "cube": 3}
+    nodes, tables = [], {}
+    for gather in gathers.split():
+        table, indices, name = re.fullmatch(r"(\S+)\[(\w*)\](\S*)", gather).groups()
+        inputs = [table, indices] if indices else [table]
+        nodes.append(helper.make_node("Gather", inputs, [f"y{len(nodes)}"], name=name))
+        if table != "computed":
+            tables[table] = numpy_helper.from_array(np.ones((2,) * ranks.get(table, 2), np.float32), table)
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, None)
+    graph = helper.make_graph(nodes, "g", [ids], [], list(tables.values()))
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert ModelNames(file, Constants(file)).embedding == expected
+
+
+def test_which_vector_is_a_norm(tmp_path):
+    """Not a bias, nor a matrix of such a name, nor a vector below a layer that is named as the last one."""
+    names = {
+        "model.layers.0.input_layernorm.bias": 1,
+        "model.layers.0.input_layernorm.weight": 1,
+        "model.layers.1.input_layernorm.weight": 2,
+        "model.layers.1.other.norm.weight": 1,
+        "model.norm.bias": 1,
+        "model.norm.weight": 1,
+        "copy.model.norm.weight": 1,
+    }
+    tensors = [numpy_helper.from_array(np.ones((2,) * rank, np.float32), name) for name, rank in names.items()]
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, None)
+    node = helper.make_node("Identity", ["input_ids"], ["y"])
+    proto = helper.make_model(helper.make_graph([node], "g", [ids], [], tensors))
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert ModelNames(file, Constants(file)).norms == {
+        "blocks.0.attn_norm": "model.layers.0.input_layernorm.weight",
+        "final_norm": "model.norm.weight",
+    }
 
 
 def test_norms_that_an_exporter_merged(tmp_path):
@@ -667,6 +721,29 @@ def test_graphs_of_another_model(edit, says, style, config, file_config, tmp_pat
         edit(proto.graph)
     with pytest.raises(FormatError, match=says):
         bitnet_ref.load(write(tmp_path / "onnx", proto, file_config), backend="numpy")
+
+
+@pytest.mark.parametrize(
+    ("style", "module", "name"),
+    [
+        ("gemm", "layers.1.self_attn.q_proj", "blocks.1.attn.q_proj"),
+        ("gemm", "layers.0.mlp.down_proj", "blocks.0.mlp.down_proj"),
+        ("genai-qkv", "layers.1.attn.o_proj", "blocks.1.attn.o_proj"),
+        ("genai-qkv", "layers.0.mlp.gate_proj", "blocks.0.mlp.gate_proj"),
+        ("gemm", "lm_head", "lm_head"),
+    ],
+)
+def test_a_graph_without_one_of_its_matrices(style, module, name, tmp_path):
+    proto = decoder(model(hf(tmp_path / "hf", TINY)).weights, style, TINY)
+    kept = [node for node in proto.graph.node if not any(module in each for each in node.input)]
+    assert len(kept) == len(proto.graph.node) - 1
+    del proto.graph.node[:]
+    proto.graph.node.extend(kept)
+    with pytest.raises(FormatError) as caught:
+        bitnet_ref.load(write(tmp_path / "onnx", proto, TINY), backend="numpy")
+    full = f"model.{module}".replace(".attn.", ".self_attn.") if module != "lm_head" else module
+    assert caught.value.field == name
+    assert caught.value.message == f"no MatMul, Gemm or MatMulNBits with constant weights was found for {full}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bitnet_ref.backends import choose_backend
 from bitnet_ref.backends.cpu.extension import why_unavailable
 from bitnet_ref.errors import ShapeError
-from bitnet_ref.formats.packing import hf_from_ternary, pack_from_hf
+from bitnet_ref.formats.packing import hf_from_ternary, pack_from_hf, split_ternary
 from bitnet_ref.reference.quantization import pack_ternary, unpack_ternary
 
 
@@ -59,3 +59,10 @@ def test_the_compiled_form(quarter, k):
 def test_rows_come_in_fours(rows):
     with pytest.raises(ShapeError, match="multiple of 4 rows"):
         hf_from_ternary(random_ternary(rng(2), rows, 4))
+
+
+@pytest.mark.parametrize(("scale", "is_one"), [(1e-5, True), (np.nextafter(np.float32(1e-5), np.float32(0)), False)])
+def test_the_smallest_scale_of_a_matrix_in_floats(scale, is_one):
+    """Below the floor of absmean it is no scale."""
+    w = np.array([[1, 0, -1]], np.float32) * np.float32(scale)
+    assert (split_ternary(w) is not None) == is_one

@@ -254,7 +254,11 @@ def test_a_basis_that_is_not_whole_is_an_error(tmp_path):
     fails("version: expected 1", keys=keys | {f"{prefix}version": 2})
     signs = {name: -array if name.endswith("lm_head.signs") else array for name, array in tensors.items()}
     fails("differs from the signs for 512 inputs", tensors=signs)
-    fails("signs", tensors={name: array for name, array in tensors.items() if not name.endswith("lm_head.signs")})
+    of_head = {name: array for name, array in tensors.items() if name.endswith("lm_head.signs")}
+    flat = {name: array[None] for name, array in of_head.items()}
+    fails(r"lm_head\.signs: expected F32 of shape \[0\], got F32 of shape \[1, 512\]", tensors=tensors | flat)
+    others = {name: array for name, array in tensors.items() if name not in of_head}
+    fails(r"lm_head\.signs: the tensor is missing; expected F32 of shape \[0\]", tensors=others)
     (folder / "hadamard.json").unlink()
     with pytest.raises(ConfigError, match=r"hadamard\.json is missing"):
         bitnet_ref.load(folder)

@@ -440,6 +440,19 @@ def test_the_streaming_writer_insists_on_its_layout(tmp_path):
         np.testing.assert_array_equal(file.read("b"), [0, 1, 2])
 
 
+@pytest.mark.parametrize("size", [1, 4, 5, 23, 24, 25])
+def test_a_tensor_in_blocks(size, tmp_path):
+    """Blocks of `size` bytes, the last one shorter, are the tensor and nothing of its neighbours."""
+    save_file(
+        {name: np.full(12, number, np.uint16) for number, name in enumerate("abc", 1)}, tmp_path / "m.safetensors"
+    )
+    with SafetensorsFile(tmp_path / "m.safetensors") as file:
+        blocks = [bytes(block) for block in file.blocks("b", size)]
+    assert b"".join(blocks) == b"\2\0" * 12
+    assert {len(block) for block in blocks[:-1]} <= {size}
+    assert len(blocks) == -(-24 // size)
+
+
 def test_where_the_data_begin(tmp_path):
     for alignment in (8, 64, 4096):
         write_arrays(tmp_path / "x", {"a": np.arange(3, dtype=np.uint8)}, {}, alignment=alignment)

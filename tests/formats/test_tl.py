@@ -161,7 +161,7 @@ def test_every_large_known_shape(kind, shape):
     test_every_known_shape(kind, shape)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("tl1", (64, 192)), ("tl2", (64, 480))])
+@pytest.mark.parametrize(("kind", "shape"), [("tl1", (64, 192)), ("tl2", (64, 480)), ("tl2", (64, 80))])
 def test_tilings_are_one_exactly_if_their_bytes_are(kind, shape):
     w_t = random_ternary(rng(5), *shape)
     fit = [Tiles(m, k, s) for s in (16, 32, 64) for m in range(s, 65, s) for k in range(4, shape[1] + 1, 4)]
@@ -212,6 +212,35 @@ def test_without_a_pattern_nothing_is_guessed(kind):
             infer_tiles(kind, pack_tl(kind, np.full((n, k), constant, dtype=np.int8), tiles), n, k)
 
 
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "count"),
+    [
+        ("tl1", 32, 64, 1),
+        ("tl2", 32, 96, 1),
+        ("tl1", 64, 8, 2),
+        ("tl2", 64, 48, 2),
+        ("tl1", 64, 128, 6),
+        ("tl1", 64, 96, 7),
+    ],
+)
+def test_which_orders_cannot_be_told_apart(kind, n, k, count):
+    """At most six are shown; a single one needs no telling."""
+    tilings = candidates(kind, n, k)
+    assert len(tilings) == count
+    data = pack_tl(kind, np.zeros((n, k), dtype=np.int8), tilings[-1])
+    if count == 1:
+        assert infer_tiles(kind, data, n, k) == (tilings[0], "the only ones that fit the shape and the bytes")
+        return
+    with pytest.raises(FormatError) as caught:
+        infer_tiles(kind, data, n, k, field="a")
+    shown = ", ".join([*(str(tuple(tiles)) for tiles in tilings[:6]), *(["..."] if count > 6 else [])])
+    assert str(caught.value) == (
+        f"a: the tile sizes of this {kind.upper()} matrix ({n}, {k}) are not in the file, and its bytes do not clearly "
+        f"tell {count} possible orders apart: (BM, BK, bm) = {shown}. Give tiles=(BM, BK, bm), or the "
+        "kernel_config.ini that bitnet.cpp made it with"
+    )
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_known_shape(kind):
@@ -233,9 +262,17 @@ def test_the_excess_of_a_matrix_without_a_pattern_is_near_zero(kind):
     n, k = 1536, 1536
     usual = KNOWN_TILES[kind][n, k][0]
     tilings = candidates(kind, n, k)
-    plain, dof = _scores(kind, pack_tl(kind, random_ternary(rng(9), n, k), usual), n, k, tilings)
+    w_t = random_ternary(rng(9), n, k)
+    plain, dof = _scores(kind, pack_tl(kind, w_t, usual), n, k, tilings)
     assert dof == n // 8 + k
-    assert abs(plain[tilings.index(usual)]) < 6 * np.sqrt(2 * dof)
+    excess = plain[tilings.index(usual)]
+    assert abs(excess) < 6 * np.sqrt(2 * dof)
+    if kind == "tl1":  # whose groups of eight rows are neighbours
+        zeros = w_t == 0
+        share = zeros.mean()
+        of_rows = np.square(zeros.reshape(-1, 8 * k).sum(axis=1) - 8 * k * share).sum() / (8 * k)
+        of_columns = np.square(zeros.sum(axis=0) - n * share).sum() / n
+        np.testing.assert_allclose(excess, (of_rows + of_columns) / (share * (1 - share)) - dof, rtol=1e-9)
     patterns, _ = _scores(kind, pack_tl(kind, patterned(n, k), usual), n, k, tilings)
     assert tilings[int(patterns.argmax())] == usual
     assert patterns.max() > 100 * np.sqrt(2 * dof)

@@ -215,7 +215,7 @@ class _ModelTensors:
         for name in linear_names(self.config):
             n, k = linear_shape(self.config, name)
             if not is_ternary(self.config, name):
-                if quantized is not None and self.config.sub_norms:
+                if self.config.sub_norms:
                     message = f"is dense; in the architecture {self.architecture} every linear is ternary"
                     raise FormatError(message, field=name)
                 continue

@@ -39,7 +39,7 @@ def tl2_nbytes(n: int, k: int) -> int:
 
     The scale is a separate tensor, `<name>_scale`. (ggml_nbytes rounds up to 32 and adds 32, as for TL1.)
     """
-    return max(0, (k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8)
+    return (k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8
 
 
 def tl2_sections(n: int, k: int, tail: int) -> Sections:

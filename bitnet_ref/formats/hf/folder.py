@@ -96,7 +96,7 @@ class CheckpointTensors(Closeable):
 
     def rename(self, module: str) -> str:
         """transformers' name of a module as these files have it: a model saved without its head has no "model."."""
-        if self.prefix == "language_model.model." and f"language_model.{module}.weight" in self:
+        if f"language_model.{module}.weight" in self:
             return f"language_model.{module}"  # the head; other modules lie under the prefix
         return self.prefix + module.removeprefix("model.") if module.startswith("model.") else module
 

@@ -185,7 +185,7 @@ def _codes(data: NDArray[np.uint8], bits: int, width: int) -> Iterator[tuple[sli
     """Some rows at a time: (which, their codes (n, width)).   data (N, width bits / 8)"""
     step = max(1, _CHUNK_VALUES // width)
     for start in range(0, len(data), step):
-        part = slice(start, min(start + step, len(data)))
+        part = slice(start, start + step)
         stream = np.unpackbits(data[part], axis=1, bitorder="little").reshape(-1, width, bits)
         yield part, np.packbits(stream, axis=2, bitorder="little")[:, :, 0]
 

@@ -207,17 +207,15 @@ def _pack_for_mlx(checkpoint: Checkpoint, plan: Plan, bits: int) -> dict[str, An
             plan[name] = [_stack_experts(place, plan[name])]
         if not plan[name] or (packed := pack(name)) is None:
             continue
-        dense = [tensor for tensor in plan[name] if tensor.name.endswith(".weight")]
-        plan[name], first = [tensor for tensor in plan[name] if tensor not in dense], 0
-        for tensor in dense:
-            rows = slice(first, first + math.prod(tensor.shape[:-1]))
-            module, first = tensor.name.removesuffix(".weight"), rows.stop
-            sizes[module] = packed.group
-            for field, suffix in (("words", "weight"), ("scales", "scales"), ("biases", "biases")):
-                shape = *tensor.shape[:-1], getattr(packed, field).shape[1]
-                dtype = "U32" if field == "words" else "F32"
-                make = partial(_rows_of_mlx, pack, name, field, rows, shape)
-                plan[name].append(PlannedTensor(f"{module}.{suffix}", dtype, shape, make))
+        dense = next(tensor for tensor in plan[name] if tensor.name.endswith(".weight"))
+        plan[name].remove(dense)
+        module = dense.name.removesuffix(".weight")
+        sizes[module] = packed.group
+        for field, suffix in (("words", "weight"), ("scales", "scales"), ("biases", "biases")):
+            shape = *dense.shape[:-1], getattr(packed, field).shape[1]
+            dtype = "U32" if field == "words" else "F32"
+            make = partial(_array_of_mlx, pack, name, field, shape)
+            plan[name].append(PlannedTensor(f"{module}.{suffix}", dtype, shape, make))
     if not sizes:
         words = "ternary" if bits == 2 else "binary, without zeros,"
         message = f"no matrix of this model is {words} by groups of 32, 64 or 128 inputs; convert to hf-unpacked"
@@ -237,11 +235,11 @@ def _mlx_matrix(checkpoint: Checkpoint, bits: int, name: str) -> AffineMatrix | 
     return None if split is None else affine_from_groups(*split, linear_shape(config, name)[1], bits)
 
 
-def _rows_of_mlx(
-    pack: Callable[[str], AffineMatrix | None], name: str, field: str, rows: slice, shape: tuple[int, ...], _: Any
+def _array_of_mlx(
+    pack: Callable[[str], AffineMatrix | None], name: str, field: str, shape: tuple[int, ...], _: Any
 ) -> Array:
     array: Array = getattr(pack(name), field)
-    return np.ascontiguousarray(array[rows]).reshape(shape)
+    return array.reshape(shape)
 
 
 def _stack_experts(place: LinearPlace, tensors: list[PlannedTensor]) -> PlannedTensor:
