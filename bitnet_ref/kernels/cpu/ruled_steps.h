@@ -37,7 +37,9 @@
  *   12, 6, of which half went to look for the first of the largest.
  * A panel's units are prefetched while its first tokens are multiplied. In a loop over 30 to 80 MB one token takes, with the rest as
  *   before, Q4_0 0.77 of the time, Q4_K 0.75, Q2_0 0.4, TQ2_0 0.5; SmolLM2-135M decodes 1.00 to 1.09 times as fast.
- * Tried, SmolLM2-135M by AVX-512: residuals and gates of 64 tokens at a time, whose lines are prefetched: of 512 tokens 0.95.
+ * Tried, SmolLM2-135M by AVX-512: residuals and gates of 64 tokens at a time, whose lines are prefetched: 512 tokens 0.95; 128 tokens
+ *   through all panels at a time 0.96 to 1.00 (AVX2 1.00 to 1.02); units prefetched by quarters, by each group of tokens: 64 tokens 1.01
+ *   to 1.05, but one token and 512 0.97.
  * AVX2, EPYC (Zen 3, 50 G multiply-adds/s of float32 at most) beside eight other programs, one thread's processor time, 576 x
  *   1536 in L2, pairs in turn, equal bits: products widened to 16 bits and summed in 32, then these, G multiply-adds/s, and the
  *   median of the pairs
