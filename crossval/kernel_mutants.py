@@ -419,6 +419,176 @@ PLACES = {
         add_arrays(c.x + m * c.D, c.y + m * ⟦c.y_stride → c.D⟧, c.D
         cos = c.y + ⟦m * half → 0⟧
         c.x + start + h * size + ⟦2 * half → half⟧, (""",
+    "ruled_steps.h": r"""
+        acc += (w >> 8 * j & 255) * (int32_t)(int8_t)((uint32_t)x >> 8 * ⟦j → 0⟧);
+        acc + (int16_t)x[0] * ((w << 16) >> 16) + (int16_t)x[⟦1 → 0⟧] * (w >> 16);
+        _mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(⟦pair → (pair & 0xFFFF)⟧));
+        _mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(⟦pair → (pair & 0xFFFF)⟧));
+        (STEP(i32v))(⟦is_signed → !is_signed⟧ ? _mm256_cvtepi8_epi16(twice)
+        return ⟦is_signed → !is_signed⟧ ? STEP(signed_bytes)(p) : STEP(bytes)(p);
+        return total + acc * ⟦scales → ((STEP(i32v)){0} + 1)⟧;
+        largest = (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(four, ⟦_mm_shuffle_epi32(four, 0xB1) → four⟧));
+        const uint32_t bits = float_bits(x[⟦j → 0⟧]) & 0x7FFFFFFFu;
+        v[j] = (int32_t)(⟦x[j] * scale + magic - magic → x[j] * scale⟧);
+        sums[⟦j / 16 → 0⟧] = (int16_t)sum;
+        (all, ⟦_mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7) → _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)⟧);
+        sums[1] = (int16_t)(_mm256_extract_epi16(all, 8) - ⟦16 * 128 → 15 * 128⟧);
+        scale = ⟦127 → 126⟧ / a;
+        *dx = ⟦STEP(as_half)(d) → d⟧;
+        scale = ⟦-127 → -126⟧ / x[at];
+        const float of_q = ⟦d → *dx⟧ * (float)
+        (float)(sums[k / 16] + ⟦sums[k / 16 + 1] → 0⟧);
+        scales + 2 * ⟦part → 0⟧ * 16 + v * STEP(FLOATS);
+        second *= STEP(signed_bytes)(two + ⟦16 → 0⟧);
+        STEP(bytes)(mins + ⟦part → 0⟧ * 16 + v
+        sums += ⟦k / 16 → 0⟧ + (size_t)(2 * part);
+        sums += k / 16 + (size_t)⟦(2 * part) → 0⟧;
+        f.scaled == 16 ? 2 * part + ⟦g / 4 → 0⟧ : part;
+        (f.bits == 8 ? g : f.bits == 4 ? ⟦g % 4 → 0⟧ : g % 2) * 64
+        (f.bits == 8 ? g : f.bits == 4 ? g % 4 : ⟦g % 2 → 0⟧) * 64
+        (g / 4 ? ⟦w[v] >> 4 → w[v]⟧ : w[v]) & 0x0F0F0F0F;
+        (w[v] >> 2 * ⟦(g / 2) → 0⟧) & 0x03030303;
+        (STEP(u8v))w[v] - (uint8_t)⟦f.offset → 31⟧);
+        token_bytes + k + ⟦part * 32 → 0⟧ + g * 4, sizeof x);
+        STEP(ruled_add)(total[i], acc[i], s[⟦i % V → 0⟧], !f.scaled);
+        (size_t)(lane + v * STEP(FLOATS)) + (f.term ? ⟦16 → 0⟧ : 0), 2);
+        d[v] = STEP(weights)(unit + codes, (size_t)⟦(lane + v * STEP(FLOATS)) → lane⟧, 2);
+        const float scale = dx[⟦k / (size_t)f.block → 0⟧];
+        u[i] += e[i % V] * dx[K / 16 + ⟦k / 32 → 0⟧];
+        e[i % V] * scale * STEP(to_floats)(⟦minima[i] → total[i]⟧);
+        if (f.term) t[i] += ⟦u[i] → (STEP(f32v)){0}⟧;
+        memcpy(y + i / V * RULED_ROWS + lane + ⟦i % V → 0⟧ * STEP(FLOATS), &t[i]
+        const uint8_t *some = tokens + ⟦m → 0⟧ * token_bytes;
+        copy_mostly(y + m * y_stride, out + ⟦i → 0⟧ * RULED_ROWS""",
+    "_cpu_ruled.pxi": r"""
+        cdef const float *x = c.x + ⟦m * c.K → 0⟧
+        if not c.chosen.rms_norm(x, c.norm_weight, c.K, ⟦c.eps → 1.0⟧, normed)
+        y = c.ys[i] + ⟦row → 0⟧
+        tokens + (<size_t> ⟦i → 0⟧ * token_bytes if c.apart else 0)
+        add_arrays(c.residual + m * c.n_out[i] + ⟦row → 0⟧, y + m
+        tokens + ⟦m → 0⟧ * token_bytes, token_bytes,\n                                 some
+        some, rows, both[⟦n → 0⟧], RULED_ROWS)
+        some * RULED_ROWS, ⟦c.gate == SILU → 0⟧, both[0])
+        memcpy(y + ⟦(m + n) → n⟧ * c.n_out[0], both[0]
+        memcpy(y + (m + n) * c.n_out[0], both[0] + ⟦n → 0⟧ * RULED_ROWS""",
+    "group.h": r"""
+        start = first + ⟦c % s->per_group → 0⟧ * s->chunk;
+        four[0] | four[1] << 2 | four[2] << 4 | ⟦four[3] << 6 → 0⟧;
+        (row[3 * i] + 3 * row[3 * i + 1] + ⟦9 → 6⟧ * row[3 * i + 2]);
+        t[0] | t[1] << 5 | ⟦t[2] << 10 → 0⟧, word
+        + r % PANEL_ROWS] = index[⟦TRIPLES_PER_WORD * s->words + i → i⟧];
+        code = *plane_byte(codes, s, r, k) >> 2 * ⟦(k % BLOCK_K / 4) → 0⟧ & 3u;
+        byte[0] | (⟦shift > 3 → 0⟧ ? (unsigned)byte[1] << 8 : 0);
+        turned[k] = (double)x[order ? order[k] : (int64_t)k] * (double)⟦signs[k] → 1⟧;
+        turned[j] = a + b, turned[j + half] = ⟦a - b → b - a⟧;
+        turned[k] /= ⟦root → 1⟧;""",
+    "group_steps.h": r"""
+        return ldexp(1, exponent - ⟦31 → 30⟧);
+        const uint32_t carry = ⟦0x808080u → 0⟧ & ((1u << shift) - 1);
+        x_sum[plane] = ⟦sum → 0⟧;
+        if (turned) memcpy(wide, turned + ⟦start → 0⟧, count
+        wide[k] = x[⟦start + k → k⟧];
+        ((uint32_t)sums[⟦PANEL_ROWS + r → r⟧] << 16)
+        * step * (double)STEP(weight)(scales, ⟦r → 0⟧, kind);
+        STEP(group_add)(sums + ⟦t → 0⟧ * GROUP_PLANES * PANEL_ROWS, x->steps[t],
+        STEP(group_add)(sums + t * GROUP_PLANES * PANEL_ROWS, x->steps[⟦t → 0⟧],
+        (const char *)scales + (⟦c → 0⟧ * s->rows + r) * size, kind, acc
+        (const char *)scales + (c * s->rows + ⟦r → 0⟧) * size, kind, acc""",
+    "group_avx512.h": r"""
+        lanes[i] = c == 0 ? 4 + d : c == 2 ? d : ⟦8 → d⟧;
+        _mm512_mask_sub_epi32(x, ⟦0x0070 → 0x0030⟧, _mm512_setzero_si512(), x);
+        (const __m256i *)((const uint16_t *)scales + ⟦r → 0⟧)
+        if (⟦f >= 3 → 0⟧) word = _mm512_srli_epi32(word, 16);
+        (short)(1 << (16 - 5 * ⟦(f % 3) → 1⟧))
+        const int32_t *table = (first_table) + ⟦t → 0⟧ * stride;
+        (const __m128i *)codes + ⟦q → 0⟧));
+        const __m512d step = _mm512_set1_pd(x->steps[⟦t → 0⟧]);
+        16 * q + 8, _mm512_extracti64x4_epi64(⟦sum[4 * t + q] → sum[4 * t]⟧, 1)
+        (const char *)scales + (⟦c → 0⟧ * s->rows + r) * size, kind, rows
+        (const char *)scales + (c * s->rows + ⟦r → 0⟧) * size, kind, rows""",
+    "_cpu_group.pxi": r"""
+        &packed[p * rows, 0], ⟦min(rows, N - p * rows) → N - p * rows - 1⟧, row_bytes
+        group_unpack_row(&self.shape, &self.panels[⟦ids[i] // rows → 0⟧, 0], ids
+        return (c.panels[i] + ⟦row // <Py_ssize_t> shape.rows → 0⟧ * shape.n_chunks
+        r = ⟦panel → 0⟧ * shape.n_chunks * shape.rows + row
+        own = chunks + ⟦i → 0⟧ * <Py_ssize_t> shape.n_chunks if c.apart
+        out = c.ys[i] + (start + ⟦m → 0⟧) * c.n_out[i] + row
+        out[r] = <float> acc[⟦m → 0⟧ * stored + r]
+        add_arrays(out, c.biases[i] + ⟦row → 0⟧, rows, out)
+        chunks[item].steps = steps + ⟦m → 0⟧
+        chunks[item].x_sum = x_sum + ⟦m → 0⟧ * GROUP_PLANES
+        group_turn(c.x + (start + ⟦m → 0⟧) * K, K
+        c.chosen.group_token(&c.shape, c.x + (start + ⟦item % tokens → 0⟧) * K""",
+    "_cpu_experts.pxi": r"""
+        = stack.kind, stack.n_out, stack.panels[⟦expert → 0⟧], stack.bytes, y
+        c.panels[i], c.scales[i] = stack.panels[expert], stack.scales[⟦expert → 0⟧]
+        if count == c.k and ⟦p[e] <= p[ids[count - 1]] → p[e] >= p[ids[count - 1]]⟧
+        i = count if count < c.k else ⟦count - 1 → 0⟧
+        shares[i] = max(p[ids[⟦i → 0⟧]], FLT_MIN)
+        shares[i] = shares[i] / ⟦share → 1⟧
+        add_expert(&call, &c.up, ids[⟦i → start⟧], up + i * c.F)
+        add_share(out + ⟦i → 0⟧ * c.D, c.D, shares[start + i], total)
+        add_share(out + i * c.D, c.D, shares[⟦m → 0⟧], totals
+        c.h + ⟦places[first[e] + i] // c.k → 0⟧ * c.D
+        gate_rows(c, gate, up, ⟦n → 1⟧ * c.F)
+        choose_experts(c, c.scores + ⟦i → 0⟧ * c.E""",
+    "lora_steps.h": r"""
+        bits_float((uint32_t)((const uint16_t *)row)[⟦k + i → k⟧] << 16);
+        STEP_MULADD(STEP(wide_weights)(a + ⟦j → 0⟧ * row_bytes, k, kind), v, sums[j]);
+        for (size_t i = ⟦k → K⟧; i < K; i++) total +=
+        STEP(wide_weight)(a + ⟦j → 0⟧ * row_bytes, i, kind) * x[i];
+        for (; n; n--, row += ⟦row_bytes → 0⟧, t++) {
+        v = zero + (double)t[⟦j → 0⟧];
+        n + ⟦STEP(DOUBLES) → 0⟧, kind), v, two);
+        sums[1] += STEP(narrow)(⟦two → one⟧);
+        STEP(wide_weight)(b + ⟦j → 0⟧ * row_bytes, n, kind) * t[j];
+        y[n] += ⟦(float)sum → 0⟧;""",
+    "_cpu_lora.pxi": r"""
+        0 if c.choice == NULL else c.choice[⟦m → 0⟧]
+        first * c.K * (⟦4 → 2⟧ if f.a_kind == 0 else 2)
+        c.K, c.x + ⟦m → 0⟧ * c.K,
+        c.t + m * c.max_r + ⟦first → 0⟧)
+        c.y[m * c.N + n] = ⟦-0.0 → 1.0⟧
+        c.N, first, stop, c.t + ⟦m → 0⟧ * c.max_r, c.y""",
+    "strips.h": r"""
+        const size_t b = STRIP_BYTES * ⟦v → 0⟧;
+        row = v * STRIP_K + ⟦j → 0⟧; s < 4
+        int32_t sum = ⟦-x_sum → 0⟧;
+        (strip[v * STRIP_BYTES + i] >> 2 * ⟦s → 0⟧ & 3) * x[v
+        (size_t)columns[⟦j → 0⟧] * strip_vectors * STRIP_BYTES;
+        values[count] = ⟦x[k] → 1⟧, count
+        present[count] = ⟦gate[i] → gate[0]⟧, count
+        const int32_t *ids = beyond ? list->ahead : list->ids + ⟦first → 0⟧;
+        (const __m256i *)(x + v * STRIP_K + 32 * ⟦half → 0⟧);
+        _mm_extract_epi32(two, 1) - ⟦x_sum → 0⟧;
+        int32_t *to = acc + ⟦half / 2 → 0⟧ * STRIP_K
+        avx2_add_8(to + ⟦16 → 8⟧, _mm256_extracti128_si256(low, 1));
+        xs = _mm256_set1_epi16(words[⟦f / 2 → 0⟧]);""",
+    "strips_avx512.h": r"""
+        _mm512_maskz_compress_epi32(needed, ⟦x16 → id⟧)
+        _mm512_maskz_compress_ps(needed, ⟦g → _mm512_set1_ps(1.0f)⟧)
+        _mm512_and_si512(_mm512_srli_epi16(codes, 4), field), ⟦x2 → x1⟧);
+        acc[j + i] = _mm512_reduce_add_epi32(sums[i]) - ⟦x_sum → 0⟧;
+        strip_order(acc + 64 * i, 2 * ⟦(i % 4) → 0⟧);
+        const __m512i word = _mm512_set1_epi32(words[⟦f / 4 → 0⟧]);
+        rows[j + r < count ? ⟦j + r → j⟧ : j] * bytes;
+        _mm512_and_si512(codes, field2), ⟦x2 → x1⟧);
+        _mm_sub_epi32(four, _mm_set1_epi32(⟦x_sum → 0⟧)));
+        last_x[j - fours] = ⟦x[j] → x[0]⟧;
+        avx512_word(j < fours ? ⟦x + j → x⟧ : last_x);""",
+    "_cpu_strips.pxi": r"""
+        c.run(c.panels[which] + ⟦p → 0⟧ * t.n_blocks * BLOCK_BYTES
+        add_term(c, which, t.first + m, ⟦p * PANEL_ROWS → 0⟧, rows
+        r.needs[i] += not r.gates[⟦m → 0⟧ * r.width + i] <= 0
+        t.x + m * t.x_stride, t.x_sum[⟦m → 0⟧], r.own
+        c.chosen.dequantize(r.acc, count, c.scales[⟦1 → 0⟧], t.x_quant_scale
+        r.up[i] += c.terms[1].y[(t.first + m) * c.n_out[1] + ⟦r.own[i] → i⟧]
+        out[⟦r.own[i] → i⟧] = r.up[i]
+        acc[i] -= ⟦x_sum → 0⟧
+        add_arrays(c.residual + ⟦m → 0⟧ * N + start, out, rows, out)
+        joined[k] |= x_q[⟦m → 0⟧ * x_stride + k]
+        n.values + (from_token + m) * n.room + ⟦i → 0⟧,
+        j - i, acc + ⟦m → 0⟧ * width, n.joined""",
 }
 
 

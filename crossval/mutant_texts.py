@@ -11,18 +11,34 @@ from typing import Any
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 7}
 PENALTIES = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "typical_p": 0.95, "logit_bias": {300: 2.0}}
+RULED = {"activations": "blocks"}
+KERNEL_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {  # {model: {the name of a variant: arguments of `load`}}
+    "blocks": {"exact": {}, "by ggml's rule": RULED},
+    "groups": {"exact": {}},
+    "hadamard": {"exact": {}},
+    "mixture": {"exact": {}},
+    "ruled mixture": {"by ggml's rule": RULED},
+    "sparse": {"strips": {}},
+    "adapted": {"adapter": {}},
+}
+SAME_KERNELS = {"avxvnni", "amx"}  # these sets compute these models by the functions of avx2 and avx512
+ADAPTERS = (None, "own", None)  # of the requests of one batch
 
 
 def write_texts(models: dict[str, str], kernels: bool = False) -> Iterator[tuple[str, Any]]:
     """(name, token ids, text and log probabilities) of each generation.
 
-    models: {name: path}. kernels: also on every kernel set and weight layout of the extension, and training steps.
+    models: {name: path}. kernels: also on every kernel set and weight layout of the extension, training steps, and the
+    models of `kernel_models.py`, if they are among these.
     """
     import bitnet_ref
 
     if kernels:
         yield "storyteller, training", list(_training(bitnet_ref.load(models["storyteller"]).config))
     for name, path in models.items():
+        if name in KERNEL_VARIANTS:
+            yield from _kernel_texts(name, path)
+            continue
         for label, options, environment in _variants(kernels):
             if label.startswith("scalar" if name == "storyteller" else "numpy"):
                 continue  # slow, and the other models show as much
@@ -52,6 +68,33 @@ def _variants(kernels: bool) -> Iterator[tuple[str, dict[str, Any], dict[str, st
         for simd in [simd for simd, lacks in reversed(_cpu.kernel_sets()) if lacks is None and simd in sets]:
             environment = {"BITNET_REF_SIMD": simd, "BITNET_REF_WEIGHTS": layout}
             yield f"{simd}, {layout}", {"backend": "cython", "threads": 1, **options[layout]}, environment
+
+
+def _kernel_texts(name: str, path: str) -> Iterator[tuple[str, Any]]:
+    """A model of `kernel_models.py` on each kernel set: many tokens, one at a time, some with an adapter."""
+    import bitnet_ref
+    from bitnet_ref.kernels.cpu import _cpu
+
+    sets = [simd for simd, lacks in reversed(_cpu.kernel_sets()) if lacks is None and simd not in SAME_KERNELS]
+    greedy: dict[str, Any] = {"max_tokens": 4, "logprobs": 2, "ignore_eos": True}
+    for variant, options in KERNEL_VARIANTS[name].items():
+        for simd in sets:
+            with _environment({"BITNET_REF_SIMD": simd, "BITNET_REF_STRIPS": "always"}):
+                model = bitnet_ref.load(path, backend="cython", threads=1, **options)
+            label = f"{name}, {variant}, {simd}"
+            ids = [(7 + 5 * i) % (model.config.vocab_size - 4) + 3 for i in range(90)]
+            prompts = [ids[:58], ids[60:65], ids[70:77]]
+            yield f"{label}, batch", _plain(model.generate(prompts, **greedy))
+            yield f"{label}, one", _plain(model.generate(ids[:29], **greedy))
+            if (folder := Path(path, "adapter")).is_dir():
+                model.add_adapter("own", folder)
+                yield f"{label}, adapter, batch", _plain(model.generate(prompts, adapter="own", **greedy))
+                yield f"{label}, adapter, one", _plain(model.generate(ids[:29], adapter="own", **greedy))
+                with model.engine(max_batch=3, page_size=8) as engine:
+                    handles = [
+                        engine.submit(p, adapter=own, **greedy) for p, own in zip(prompts, ADAPTERS, strict=True)
+                    ]
+                    yield f"{label}, some with an adapter", [_plain(handle.result()) for handle in handles]
 
 
 def _training(config: Any) -> Iterator[float]:

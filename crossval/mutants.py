@@ -418,6 +418,7 @@ def main() -> int:
         control = not wish.no_control
         verdicts = judge_all(python, None, models, wish.jobs, control and not kernels) if python else []
         if kernels:
+            models |= run_child(lambda: importlib.import_module("kernel_models").kernel_models(Path(folder)))
             verdicts += judge_all(kernels, build(PACKAGE.parent), models, wish.jobs, control)
     return report(verdicts, {mutant.file: str(Path(mutant.file).parent) for mutant, _ in verdicts}, wish.json)
 

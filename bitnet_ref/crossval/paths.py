@@ -6,7 +6,8 @@ screened head, divided layers, and as text. What is compared, and how strictly:
 
     ops      the plainest path: its logits against the reference's, by the contract's rule for float32
     int8     dense weights in int8: as "ops", of those; blocks: matrices of each type, equal to float32
-    ruled    the same by ggml's rule: each type equal to its plain text; a model as "ops", of it
+    ruled    the same by ggml's rule: each type equal to its plain text; a model as "ops", of it; a feed-forward and a
+             mixture in one call equal to their ops
     bfloat16 a matrix: by the contract's rule for float32; each token equal, alone or among others
     folded   a model in a Hadamard basis, folded into dense matrices: as "ops"
     others   the logits of every other path against those of "ops": equal, bit for bit
@@ -20,7 +21,7 @@ screened head, divided layers, and as text. What is compared, and how strictly:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, cycle, pairwise, product, takewhile
 from typing import Any
@@ -39,12 +40,15 @@ from ..families import KINDS
 from ..families.block_rule import INPUTS, RuledWeight, ruled_linear, ruled_weights
 from ..families.blocks import BLOCK_TYPES, BlockWeight, block_type, int8_weights
 from ..families.lora import Adapter, LoraTerm, OnLinear, without_adapters
+from ..families.moe import Experts, MoeConfig, MoeLayer
 from ..generation import SamplingParams
 from ..generation.sampling import choose, distribution, log_probabilities
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig
 from ..reference.layers import Array
-from ..reference.weights import DenseWeight
+from ..reference.model import PlainBackend
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, Norm
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
 from .types import Tokens
 
@@ -94,6 +98,7 @@ def sum_up(checks: Iterable[tuple[str, PathCheck]]) -> str:
 
 MakeBackend = Callable[..., Backend]  # make(**settings) -> a new backend, settings as of its constructor
 QUICK_TOKENS = 24
+NO_ADAPTERS = "the model has an adapter on, or no linear for one"
 LOADS = "loads and runs"  # the row of a backend that fails outright
 
 
@@ -146,6 +151,8 @@ def _checks(make: MakeBackend, reference: Model, tokens: list[int], quick: bool)
             yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
     for layout, make_other in be.other_layouts().items():
         yield f"{layout} weights", partial(_other_layout, reference.on(make_other()), tokens, plain)
+        if layout == "stripped":
+            yield "stripped weights, adapters", partial(_adapted_layout, make_other(), model, reference, tokens)
     for name, convert in (item for kind in KINDS.values() for item in kind.other_forms.items()):
         if (weights := convert(reference.weights)) is not None:
             other = Model(reference.config, weights, reference.backend)
@@ -157,6 +164,7 @@ def _checks(make: MakeBackend, reference: Model, tokens: list[int], quick: bool)
         ruled = Model(own.config, ruled_weights(without_adapters(own.weights)), reference.backend)
         yield "ggml's rule", partial(_other_form, make, ruled, ruled, tokens)
         yield "ggml's rule, each type", lambda: _ruled_blocks(be)
+        yield "ggml's rule, feed-forward", lambda: _ruled_feed_forward(be, reference.config)
     yield "dense bfloat16", lambda: _dense_bfloat16(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
@@ -287,22 +295,47 @@ def _other_form(make: MakeBackend, other: Model, reference: Model, tokens: list[
     return _judge_logits(_whole(other.on(make()), tokens, None), reference, tokens)
 
 
-def _adapters(model: Model, reference: Model, tokens: list[int]) -> Outcome:
-    """Two adapters with drawn factors: each on the whole model, then both and none in one batch, on every path and in
-    an engine."""
+def _drawn_adapters(reference: Model) -> dict[str, Adapter]:
+    """Two adapters with drawn factors, in float32 and in bfloat16. None of a model with an adapter on, or no linear for
+    one."""
     added: dict[str, Adapter] = {}
     linears = dict(reference.weights.linears())
-    for name, rank, kinds in (("one", 3, ("q_proj", "down_proj")), ("two", 5, ("v_proj", "up_proj", "down_proj"))):
+    one, two = ("q_proj", "gate_proj", "down_proj"), ("v_proj", "up_proj", "down_proj")
+    for name, rank, kinds, dtype in (("one", 3, one, np.float32), ("two", 5, two, ml_dtypes.bfloat16)):
         dice, terms = np.random.default_rng(rank), dict[str, LoraTerm]()
         for linear, w in linears.items():
             if linear.endswith(kinds) and w.kind != "experts":
                 a = dice.standard_normal((rank, w.shape[1]), dtype=np.float32) / np.float32(w.shape[1] ** 0.5)
-                terms[linear] = LoraTerm(a, dice.standard_normal((w.shape[0], rank), dtype=np.float32), 0.3)
+                b = dice.standard_normal((w.shape[0], rank), dtype=np.float32)
+                terms[linear] = LoraTerm(a.astype(dtype), b.astype(dtype), 0.3)
         added[name] = Adapter(terms)
+    is_taken = any(isinstance(w, OnLinear) for w in linears.values())
+    return {} if is_taken or not all(adapter.terms for adapter in added.values()) else added
+
+
+def _adapted_layout(other: Backend, model: Model, reference: Model, tokens: list[int]) -> Outcome:
+    """Another layout of the weights with each of two adapters on: as `_other_layout`."""
+    compared, detail = 0, NO_ADAPTERS
+    subject, plain = reference.on(other), Model(model.config, model.weights, model.backend)
+    for name, adapter in _drawn_adapters(reference).items():
+        for each in (subject, plain):
+            each.put_adapter(name, adapter)
+        expected = _whole(plain.with_adapter(name), tokens, "ops")
+        count, problem, detail = _other_layout(subject.with_adapter(name), tokens, expected)
+        compared += count
+        if problem is not None:
+            return compared, f"adapter {name}: {problem}", ""
+    return compared, None, detail
+
+
+def _adapters(model: Model, reference: Model, tokens: list[int]) -> Outcome:
+    """Two adapters with drawn factors: each on the whole model, then both and none in one batch, on every path and in
+    an engine."""
+    added = _drawn_adapters(reference)
     subject, plain = (Model(each.config, each.weights, each.backend) for each in (model, reference))
+    if not added:
+        return 0, None, NO_ADAPTERS
     for name, adapter in added.items():
-        if not adapter.terms or any(isinstance(w, OnLinear) for w in linears.values()):
-            return 0, None, "the model has an adapter on, or no linear for one"
         subject.put_adapter(name, adapter)
         plain.put_adapter(name, adapter)
     compared, detail = 0, ""
@@ -415,13 +448,49 @@ def _ruled_blocks(be: Backend) -> Outcome:
     return compared, None, f"{', '.join(INPUTS)} equal to the plain text"
 
 
-def _random_blocks(name: str) -> tuple[BlockWeight, NDArray[np.float32]]:
-    """A matrix (35, 512) of that type, and 20 tokens."""
-    rng, block = np.random.default_rng(0), block_type(name)
-    x = rng.standard_normal((20, 512), dtype=np.float32)
-    raw = rng.integers(0, 256, (35, 512 // block.values, block.nbytes), dtype=np.uint8)
+def _ruled_feed_forward(be: Backend, config: ModelConfig) -> Outcome:
+    """A feed-forward and a mixture of random matrices by ggml's rule, each in one call where the backend has one: the
+    bits of its ops one by one, for one token, for a few and for more than gates take at a time."""
+    dice = np.random.default_rng(0)
+    x = dice.standard_normal((70, 512), dtype=np.float32)
+    norm = Norm(dice.uniform(1e-3, 2e-3, 512).astype(np.float32), 1e-5)  # small, so that its result can be rounded too
+    shapes = {"gate_proj": ("Q4_0", 96, 512), "up_proj": ("Q4_1", 96, 512), "down_proj": ("Q8_0", 512, 96)}
+
+    def matrix(name: str, seed: int) -> LinearWeight:
+        return RuledWeight(_random_blocks(*shapes[name], seed)[0])
+
+    plain = DenseWeight(dice.standard_normal((4, 512), dtype=np.float32))  # the router; and what is not used
+    rest: dict[str, Any] = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), plain)
+    rest |= {"attn_norm": norm, "attn_sub_norm": None, "ffn_norm": norm, "ffn_sub_norm": None}
+    ws: dict[str, Any] = {name: matrix(name, 0) for name in shapes}
+    one = LayerWeights("blocks.0", **rest, **ws)
+    ws = {name: Experts(tuple(matrix(name, seed) for seed in range(4)), 2) for name in shapes}
+    mixture = MoeLayer("blocks.0", **rest, **ws, router=plain)
+    facts: dict[str, Any] = {each.name: getattr(config, each.name) for each in fields(ModelConfig)}
+    facts |= {"activation": "silu", "quantization": None}
+    cfg = MoeConfig(**facts, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
+    compared = 0
+    layers: dict[str, LayerWeights] = {"feed-forward": one, "mixture": mixture}
+    for kind, layer in layers.items():
+        own = layer.map_linears(be.prepare)
+        expected = PlainBackend.feed_forward(be, x, own, cfg)
+        for count in (1, 3, len(x)):
+            y = be.feed_forward(x[:count], own, cfg)
+            compared += y.size
+            if not np.array_equal(y, expected[:count]):
+                return compared, f"a {kind} differs by {np.abs(y - expected[:count]).max():.1e}", ""
+    return compared, None, "a feed-forward and a mixture equal to their ops"
+
+
+def _random_blocks(
+    name: str, n_out: int = 35, n_in: int = 512, seed: int = 0
+) -> tuple[BlockWeight, NDArray[np.float32]]:
+    """A matrix (n_out, n_in) of that type, and 20 tokens."""
+    rng, block = np.random.default_rng(seed), block_type(name)
+    x = rng.standard_normal((20, n_in), dtype=np.float32)
+    raw = rng.integers(0, 256, (n_out, n_in // block.values, block.nbytes), dtype=np.uint8)
     raw[:, :, [at + 1 for at in block.halves]] &= 0xBB  # finite float16 numbers, below 1
-    return BlockWeight(raw.reshape(35, -1), block_type=name), x
+    return BlockWeight(raw.reshape(n_out, -1), block_type=name), x
 
 
 def _dense_bfloat16(be: Backend) -> Outcome:

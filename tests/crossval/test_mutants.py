@@ -13,7 +13,9 @@ from bitnet_ref import available_backends
 FOLDER = Path(__file__).parents[2] / "crossval"
 sys.path.insert(0, str(FOLDER))
 
+import kernel_models  # noqa: E402
 import kernel_mutants  # noqa: E402
+import mutant_texts  # noqa: E402
 import mutants  # noqa: E402
 import python_mutants  # noqa: E402
 import room_mutants  # noqa: E402
@@ -91,6 +93,10 @@ def test_an_install_beside_it_changes_no_text_of_the_kernels(tmp_path):
     (tmp_path / "_types.pxi").write_text("generated")
     assert "_types.pxi" not in kernel_mutants._edited(tmp_path)
     assert kernel_mutants._edited(tmp_path) == kernel_mutants._edited(kernels)
+
+
+def test_each_model_of_the_kernels_has_texts(tmp_path):
+    assert kernel_models.kernel_models(tmp_path).keys() == mutant_texts.KERNEL_VARIANTS.keys()
 
 
 def test_a_place_that_is_gone_is_an_error(monkeypatch):
