@@ -470,8 +470,8 @@ def _ruled_feed_forward(be: Backend, config: ModelConfig) -> Outcome:
     facts |= {"activation": "silu", "quantization": None}
     cfg = MoeConfig(**facts, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
     compared = 0
-    layers: dict[str, LayerWeights] = {"feed-forward": one, "mixture": mixture}
-    for kind, layer in layers.items():
+    both: dict[str, LayerWeights] = {"feed-forward": one, "mixture": mixture}
+    for kind, layer in both.items():
         own = layer.map_linears(be.prepare)
         expected = PlainBackend.feed_forward(be, x, own, cfg)
         for count in (1, 3, len(x)):
