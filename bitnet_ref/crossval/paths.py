@@ -21,7 +21,7 @@ screened head, divided layers, and as text. What is compared, and how strictly:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle, pairwise, product, takewhile
 from typing import Any
@@ -45,7 +45,6 @@ from ..generation import SamplingParams
 from ..generation.sampling import choose, distribution, log_probabilities
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from ..reference.model import PlainBackend
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, Norm
@@ -164,7 +163,7 @@ def _checks(make: MakeBackend, reference: Model, tokens: list[int], quick: bool)
         ruled = Model(own.config, ruled_weights(without_adapters(own.weights)), reference.backend)
         yield "ggml's rule", partial(_other_form, make, ruled, ruled, tokens)
         yield "ggml's rule, each type", lambda: _ruled_blocks(be)
-        yield "ggml's rule, feed-forward", lambda: _ruled_feed_forward(be, reference.config)
+        yield "ggml's rule, feed-forward", lambda: _ruled_feed_forward(be)
     yield "dense bfloat16", lambda: _dense_bfloat16(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
@@ -448,7 +447,7 @@ def _ruled_blocks(be: Backend) -> Outcome:
     return compared, None, f"{', '.join(INPUTS)} equal to the plain text"
 
 
-def _ruled_feed_forward(be: Backend, config: ModelConfig) -> Outcome:
+def _ruled_feed_forward(be: Backend) -> Outcome:
     """A feed-forward and a mixture of random matrices by ggml's rule, each in one call where the backend has one: the
     bits of its ops one by one, for one token, for a few and for more than gates take at a time."""
     dice = np.random.default_rng(0)
@@ -466,9 +465,17 @@ def _ruled_feed_forward(be: Backend, config: ModelConfig) -> Outcome:
     one = LayerWeights("blocks.0", **rest, **ws)
     ws = {name: Experts(tuple(matrix(name, seed) for seed in range(4)), 2) for name in shapes}
     mixture = MoeLayer("blocks.0", **rest, **ws, router=plain)
-    facts: dict[str, Any] = {each.name: getattr(config, each.name) for each in fields(ModelConfig)}
-    facts |= {"activation": "silu", "quantization": None}
-    cfg = MoeConfig(**facts, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 4,
+    }
+    sizes |= {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 70, "moe_intermediate_size": 96}
+    cfg = MoeConfig(
+        model_type="mixtral", activation="silu", norm_eps=1e-5, **sizes, num_experts=4, num_experts_per_tok=2
+    )
     compared = 0
     both: dict[str, LayerWeights] = {"feed-forward": one, "mixture": mixture}
     for kind, layer in both.items():
