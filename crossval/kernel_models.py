@@ -29,6 +29,7 @@ from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.names import gguf_name
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.reference.quantization import quantize_weights
+from bitnet_ref.reference.weights import linear_name
 
 INTEGERS = {  # type: (smallest q, largest q + 1)
     "Q8_0": (-127, 128),
@@ -79,18 +80,14 @@ def _in_blocks(path: Path) -> Path:
 
 def _tensors_in_blocks(plain: Checkpoint, dice: np.random.Generator) -> list[TensorToWrite]:
     cfg = plain.config
-    D, F, d = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
-    query, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
+    D = cfg.hidden_size
     out = [_matrix("token_embd.weight", "Q4_K", (cfg.vocab_size, D), dice)]
     out += [_matrix("output.weight", "Q6_K", (cfg.vocab_size, D), dice), _norm("output_norm.weight", D, dice)]
-    shapes = {"q_proj": (query, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, query)}
-    shapes |= {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
     for i, types in enumerate(LAYERS):
         out += [_norm(f"blk.{i}.{name}.weight", D, dice) for name in ("attn_norm", "ffn_norm")]
-        for part, kind in types.items():
-            room = "attn" if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-            name = gguf_name(f"blocks.{i}.{room}.{part}", cfg)
-            out.append(_matrix(f"{name}.weight", kind, shapes[part], dice))
+        for part, shape in cfg.linear_shapes(i).items():
+            name = gguf_name(linear_name(i, part), cfg)
+            out.append(_matrix(f"{name}.weight", types[part], shape, dice))
     return out
 
 
