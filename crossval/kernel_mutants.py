@@ -276,6 +276,42 @@ PLACES = {
         (rows < AMX_ROWS ? (1 << ⟦rows → (rows - 1)⟧) - 1 : 0xFFFF)
         AMX_LOAD(7, ⟦parts + 128 → parts⟧, line);
         y + m * y_stride + n + ⟦r → 0⟧, y_stride);""",
+    "blocks_amx.h": r"""
+        __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, ⟦14 → 10⟧
+        *unit = is_finite ? bits_float((exponent - ⟦29 → 28⟧) << 23) : NAN;
+        const uint32_t exponent = largest >> 23 < ⟦40 → 126⟧ ? 40 : largest
+        _mm512_shuffle_epi8(_mm512_xor_si512(whole[i], ⟦bias → _mm512_setzero_si512()⟧), by_digit);
+        _mm_storeu_si128((__m128i *)out->less[0], _mm_slli_epi32(less, ⟦3 → 4⟧));
+        _mm_storeu_si128((__m128i *)out->less[1], _mm_slli_epi32(less, ⟦4 → 3⟧));
+        _mm_storeu_si128((__m128i *)out->less[2], _mm_slli_epi32(less, ⟦7 → 6⟧));
+        (uint16_t)(2 * (i / 4 * 4 + ⟦"\0\2\1\3"[i % 4] → i % 4⟧) + 1);
+        p < 3 ? _mm512_sub_epi32(low, _mm512_set1_epi32(⟦128 → 127⟧)) :
+        _mm512_set1_ps((float)(1 << ⟦8 * p → 0⟧)));
+        if (kind == Q4_1) header->factors[j][1] = (__m512)half_of_avx512(pairs, ⟦1 → 0⟧);
+        (__m512)half_of_avx512(v[0] ^ ⟦0x80000000u → 0u⟧, 1);
+        PRODUCT(d, (low & 15) | (scale >> 2 & ⟦48 → 16⟧));
+        PRODUCT(e, (low >> ⟦4 → 0⟧ & 15) |
+        first[i] ^= ⟦0x80808080 → 0x80808000⟧;
+        ((i & 1) | (i & 2) << 7 | (i & 4) << 14 | (i & ⟦8 → 0⟧) << 21) << 4;
+        _mm512_srli_epi32(bits, ⟦4 * i → 0⟧), table);
+        first[i] |= (header->fifth[i] >> ⟦(unsigned)j → 0⟧ & 0x01010101) << 4;
+        second[i] |= (header->fifth[i] >> (unsigned)(⟦j + 1 → j⟧) & 0x01010101) << 4;
+        const block_token *of = x + ⟦t * stride → 0⟧;
+        _mm512_set1_ps((float)(1 << ⟦8 * j → 0⟧)), p);
+        y[t] = _mm512_fmadd_ps(factors[1], _mm512_set1_ps(⟦of->sum → 0⟧), y[t]);
+        _mm512_mul_ps(factors[0], _mm512_set1_ps(⟦of->unit → x->unit⟧)), p, y[t]);
+        header.factors[⟦j + 1 → j⟧], x + k + j + 1, blocks, sums);
+        header.factors[j + 1], x + k + j + ⟦1 → 0⟧, blocks, sums);
+        NUMBER(⟦24 → 16⟧), NUMBER(8)),
+        odd = PAIR(NUMBER(16), NUMBER(⟦0 → 8⟧));
+        header->factors[⟦first → 0⟧], sizeof u->to->factors[panel]);
+        block_codes(kind, b, u->row, ⟦first + j → j⟧, places, header, codes);
+        const block_facts *of = u->facts + ⟦i → 0⟧;
+        _mm512_mul_ps(f, _mm512_set1_ps(of->unit[⟦t → 0⟧])), p, y[t]);
+        y[t] = _mm512_fmadd_ps(g, _mm512_set1_ps(of->sum[⟦t → 0⟧]), y[t]);
+        AMX_LOAD(7, u->weights->weights[⟦1 → 0⟧][i], VECTOR_BYTES);
+        u->facts = facts + ⟦m / TILE_TOKENS → 0⟧ * blocks + k;
+        if (⟦g || k → k⟧) block_add(kind, T, panels, units""",
     "dense_blocks.h": r"""
         STEP(signed_bytes)(b + 2 + i)) * ⟦f[0] → f[1]⟧
         b + 4 + ⟦i % 16 → 0⟧, i / 16
@@ -385,10 +421,12 @@ PLACES = {
         c.ws[i] + ⟦first → 0⟧ * row_bytes, stop - first, K, tokens
         first, stop = max(at, <Py_ssize_t> 0) * ⟦DENSE_UNIT → 16⟧, min(
         at, end = at - units_of(⟦N → c.n_out[0]⟧), end
-        c.chosen.dense_split(c.x, M, K, ⟦m → 0⟧, parts)
-        c.chosen.dense_tiles(c.ws[i] + ⟦first → 0⟧ * row_bytes, whole
-        last_rows + ⟦i → 0⟧ * 16 * row_bytes, stop
-        gather_16(c.ws[i] + ⟦(N - N % 16) → 0⟧ * K
+        c.chosen.tiles[i].split(c.x, M, K, ⟦m → 0⟧, parts[i])
+        tiles.multiply(c.kinds[i], c.ws[i] + ⟦first → 0⟧ * row_bytes, whole
+        of_method = stop // 16 * 16, parts[⟦tiles - c.chosen.tiles → 0⟧]
+        parts[1] = parts[0] + ⟦bytes[0] → 0⟧
+        last_rows + ⟦i → 0⟧ * 16 * K * 2, stop
+        gather_16(c.ws[i] + ⟦(N - N % 16) → 0⟧ * part
         gather_16(first, &rows[⟦i * 16 → 0⟧], some
         tokens + ⟦m → 0⟧ * wide, token_facts
         &facts[⟦block * 64 → 0⟧, 0]

@@ -30,7 +30,8 @@ def in_float32(weights):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_blocks_stay_as_they_are_stored(kind, tmp_path):
-    """Rows in the converter's order of heads among them; the logits are those of the widened matrices, to the bit."""
+    """Rows in the converter's order of heads among them; the logits are those of the widened matrices, to the bit where
+    no tiles multiply blocks."""
     path = export(write_family(tmp_path / "hf", FAMILIES["llama"]), tmp_path / "x.gguf", "f32")
     parts = {f"blk.{i}.{name}.weight": random_blocks(kind, rng(i), 256, 256) for i in (0, 1) for name in ("attn_q",)}
     tensors = {name: (w.shape, kind, w.stored.reshape(-1)) for name, w in parts.items()}
@@ -42,7 +43,8 @@ def test_blocks_stay_as_they_are_stored(kind, tmp_path):
         assert (w.block_type, w.nbytes) == (kind, 256 * 256 // BLOCK_TYPES[kind].values * BLOCK_TYPES[kind].nbytes)
         wide = type(model)(model.config, in_float32(model.weights), model.backend)
         for tokens in (TOKENS, TOKENS[:1]):
-            np.testing.assert_array_equal(model.logits(tokens), wide.logits(tokens))
+            by_tiles = backend == "cython" and model.backend.simd == "amx" and kind != "Q6_K"
+            np.testing.assert_allclose(model.logits(tokens), wide.logits(tokens), rtol=0, atol=1e-4 if by_tiles else 0)
     stored = bitnet_ref.load(path, backend="cython", prepared=True)
     again = bitnet_ref.load(path, backend="cython", prepared=True)
     assert again.weights.layers[0].q_proj.block_type == kind

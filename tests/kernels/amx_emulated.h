@@ -1,4 +1,4 @@
-/* AMX tiles in plain C, for ternary_amx.h, screen_amx.h, dense_amx.h and attention_amx.h on a processor that has none: what Intel's manual
+/* AMX tiles in plain C, for ternary_amx.h, screen_amx.h, dense_amx.h, blocks_amx.h and attention_amx.h on a processor that has none: what Intel's manual
  * (volume 2, ldtilecfg, tileloadd, tilestored, tilezero, tdpbsud, tdpbssd, tdpbf16ps, tilerelease) says they do. Where the processor would fault,
  * this says why and ends. */
 #ifndef BITNET_REF_AMX_EMULATED_H

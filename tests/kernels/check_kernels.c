@@ -582,8 +582,8 @@ static float dense_sum(const float *w, const float *x, size_t K, int fuses) {
     return lanes[0];
 }
 
-/* The weights of a row of blocks, 32 at a time */
-static void widen_blocks(int kind, const uint8_t *row, size_t K, float *out) {
+/* The weights of a row of blocks, 32 at a time, or what they are with these factors */
+static void widen_blocks(int kind, const uint8_t *row, size_t K, const float *factors_instead, float *out) {
     float factors[24];
     int8_t quants[256];
     const size_t count = kind < Q4_K ? 32 : 256, step = kind == Q4_K ? 64 : 32;
@@ -593,6 +593,7 @@ static void widen_blocks(int kind, const uint8_t *row, size_t K, float *out) {
 #define WIDEN(kind)                                                                                                    \
     case kind:                                                                                                         \
         block_factors_plain(b, kind < Q4_K ? 1 : 8, kind, factors, quants);                                            \
+        if (factors_instead) memcpy(factors, factors_instead, sizeof factors);                                         \
         for (size_t at = 0; at < count; at += step)                                                                    \
             for (size_t i = 0; i < step; i += 4) {                                                                     \
                 const f32v_plain v = block_weights_plain(b + at / step * BLOCK_STEP_BYTES(kind), (int)i, kind,         \
@@ -606,16 +607,23 @@ static void widen_blocks(int kind, const uint8_t *row, size_t K, float *out) {
     }
 }
 
-static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
-    const size_t size = DENSE_KINDS[kind].bytes, n = K / DENSE_KINDS[kind].values, row_bytes = n * size;
-    if (n * DENSE_KINDS[kind].values != K) return;
-    char *w = allocate(rows * row_bytes);
-    for (size_t i = 0; i < rows * row_bytes; i++) w[i] = (char)random_u32();
+/* rows of a kind with random contents */
+static char *random_matrix(int kind, size_t rows, size_t K) {
+    const size_t size = DENSE_KINDS[kind].bytes, n = K / DENSE_KINDS[kind].values;
+    char *w = allocate(rows * n * size);
+    for (size_t i = 0; i < rows * n * size; i++) w[i] = (char)random_u32();
     for (size_t i = 0; i < rows * n; i++) {
         char *block = w + i * size;
         if (kind < Q8_0) random_weight(kind, block);
         else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K || kind == Q5_K ? 3 : 1] &= (char)0xBB; /* finite */
     }
+    return w;
+}
+
+static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
+    const size_t row_bytes = dense_row_bytes(kind, K);
+    if (K % DENSE_KINDS[kind].values) return;
+    char *w = random_matrix(kind, rows, K);
     float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *row = allocate(K * sizeof *row);
     float *wide = M > 1 ? allocate(64 * packed_columns(K) * sizeof *wide) : NULL;
     float *packed = allocate(M * packed_columns(K) * sizeof *packed);
@@ -625,7 +633,7 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
     for (size_t r = 0; r < rows; r++) {
         const uint8_t *of_row = (const uint8_t *)w + r * row_bytes;
         for (size_t k = 0; kind < Q8_0 && k < K; k++) row[k] = weight_plain(of_row, k, kind);
-        if (kind >= Q8_0) widen_blocks(kind, of_row, K, row);
+        if (kind >= Q8_0) widen_blocks(kind, of_row, K, NULL, row);
         for (size_t m = 0; m < M; m++) {
             const float expected = dense_sum(row, x + m * K, K, fuses);
             must_equal(set, "dense_rows", &expected, y + m * rows + r, sizeof expected, rows, K, M);
@@ -634,17 +642,18 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
     free(w), free(x), free(y), free(row), free(wide), free(packed);
 }
 
-/* y (M, rows) = the products of dense_amx.h, in two calls, the second with what is left beyond the first `first` rows */
-static void multiply_by_tiles(const kernel_set *set, const uint16_t *w, size_t rows, size_t first, size_t K, const float *x,
+/* y (M, rows) = the products of tiles, in two calls, the second with what is left beyond the first `first` rows */
+static void multiply_by_tiles(const kernel_set *set, int kind, const void *w, size_t rows, size_t first, size_t K, const float *x,
                               size_t M, float *y) {
-    const size_t all = (rows - first + 15) / 16 * 16;
-    void *parts = allocate(set->tile_bytes(M, K));
-    uint16_t *rest = allocate(all * K * sizeof *rest);
-    memset(rest, 0, all * K * sizeof *rest);
-    memcpy(rest, w + first * K, (rows - first) * K * sizeof *rest);
-    for (size_t m = 0; m < M; m += 16) set->dense_split(x, M, K, m, parts);
-    set->dense_tiles(w, first, K, parts, M, y, rows);
-    set->dense_tiles(rest, rows - first, K, parts, M, y + first, rows);
+    const tile_method *tiles = by_tiles(set, kind, K);
+    const size_t row = dense_row_bytes(kind, K), all = (rows - first + 15) / 16 * 16;
+    void *parts = allocate(tiles->bytes(M, K));
+    char *rest = allocate(all * row);
+    memset(rest, 0, all * row);
+    memcpy(rest, (const char *)w + first * row, (rows - first) * row);
+    for (size_t m = 0; m < M; m += 16) tiles->split(x, M, K, m, parts);
+    tiles->multiply(kind, w, first, K, parts, M, y, rows);
+    tiles->multiply(kind, rest, rows - first, K, parts, M, y + first, rows);
     free(parts), free(rest);
 }
 
@@ -670,26 +679,63 @@ static float tile_sum(const uint16_t *w, const float *x, size_t K) {
     return sums[0] + (sums[1] + sums[2]);
 }
 
-/* bfloat16 by tiles: the bits of `tile_sum`, for all tokens, for some, and for any division of the rows. kind 1: numbers
- * near underflow among others; 2: one Inf and one NaN */
-static void check_tiles(const kernel_set *set, size_t rows, size_t K, size_t M, int kind) {
-    if (!set->dense_tiles) return;
-    const size_t some = between(1, M), from = between(0, M - some);
-    uint16_t *w = allocate(rows * K * sizeof *w);
+/* What blocks_amx.h computes, step by step */
+static float block_tile_sum(int kind, const uint8_t *row, const float *x, size_t K) {
+    const int has_offset = kind == Q4_1 || kind == Q4_K || kind == Q5_K;
+    float *q = allocate(K * sizeof *q), ones[24] = {1, 0, 0, 0, 0, 0, 0, 0, 0}, factors[24], y = 0;
+    for (int i = 0; i < 8 && kind >= Q4_K; i++) ones[i] = 1;
+    widen_blocks(kind, row, K, ones, q);
+    for (size_t k = 0; k < K; k += 32) {
+        int8_t quants[256];
+        int exponent = 0;
+        float lanes[16], f, g, largest = 0, p = 0;
+        int64_t sums[4] = {0};
+        const size_t in_block = k % DENSE_KINDS[kind].values / 32;
+        block_factors_plain(row + dense_row_bytes(kind, k - 32 * in_block), kind < Q4_K ? 1 : 8, kind, factors, quants);
+        f = factors[in_block], g = factors[kind == Q4_1 ? 1 : 8 + in_block];
+        for (size_t i = k; i < k + 32; i++) largest = fmaxf(largest, fabsf(x[i])), f = x[i] - x[i] == 0 ? f : NAN;
+        if (largest > 0 && largest < INFINITY) frexpf(largest, &exponent);
+        if (largest == 0 || exponent < -86) exponent = -86;
+        for (size_t i = k; i < k + 32 && f == f; i++) {
+            const int32_t whole = (int32_t)nearbyint(ldexp(x[i], 30 - exponent)) + 0x808080;
+            for (int digit = 0; digit < 4; digit++)
+                sums[digit] += (int64_t)q[i] * (digit < 3 ? (whole >> 8 * digit & 255) - 128 : whole >> 24);
+        }
+        for (int digit = 0; digit < 4; digit++) p = fmaf((float)sums[digit], (float)(1 << 8 * digit), p);
+        y = fmaf(f * ldexpf(1, exponent - 30), p, y);
+        for (size_t i = 0; i < 16; i++) lanes[i] = x[k + i] + x[k + 16 + i];
+        for (int half = 8; half > 0; half /= 2)
+            for (int i = 0; i < half; i++) lanes[i] += lanes[half + i];
+        if (has_offset) y = fmaf(g, lanes[0], y);
+    }
+    free(q);
+    return y;
+}
+
+/* Products by tiles: the bits of `tile_sum` or `block_tile_sum`, for all tokens, for some, and for any division of the rows.
+ * numbers 1: near underflow among others; 2: one Inf and one NaN */
+static void check_tiles(const kernel_set *set, int kind, size_t rows, size_t K, size_t M, int numbers) {
+    if (!by_tiles(set, kind, K)) return;
+    const size_t some = between(1, M), from = between(0, M - some), row = dense_row_bytes(kind, K);
+    char *w = random_matrix(kind, rows, K);
     float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *z = allocate(M * rows * sizeof *z);
-    for (size_t i = 0; i < rows * K; i++) random_weight(1, (char *)(w + i));
-    for (size_t i = 0; kind == 1 && i < M * K; i++) x[i] = ldexpf(x[i], -(int)between(0, 70));
-    for (size_t i = 0; kind == 1 && i < rows * K; i++) w[i] = (uint16_t)(w[i] & 0x807F) | (uint16_t)(between(0, 3) ? between(60, 127) : 0) << 7;
-    if (kind == 2) x[between(0, M * K - 1)] = INFINITY, x[between(0, M * K - 1)] = NAN;
-    multiply_by_tiles(set, w, rows, rows / 16 * 16, K, x, M, y);
+    for (size_t i = 0; numbers == 1 && i < M * K; i++) x[i] = ldexpf(x[i], -(int)between(0, kind == 1 ? 70 : 130));
+    for (size_t i = 0; numbers == 1 && kind == 1 && i < rows * K; i++) {
+        uint16_t *each = (uint16_t *)w + i;
+        *each = (uint16_t)(*each & 0x807F) | (uint16_t)(between(0, 3) ? between(60, 127) : 0) << 7;
+    }
+    if (numbers == 2) x[between(0, M * K - 1)] = INFINITY, x[between(0, M * K - 1)] = NAN;
+    multiply_by_tiles(set, kind, w, rows, rows / 16 * 16, K, x, M, y);
     for (size_t m = 0; m < M; m++)
         for (size_t n = 0; n < rows; n++) {
-            const float expected = tile_sum(w + n * K, x + m * K, K), got = y[m * rows + n];
-            if (memcmp(&expected, &got, 4) && !(expected != expected && got != got)) fail(set, "dense_tiles", rows, K, M);
+            const float got = y[m * rows + n];
+            const float expected = kind == 1 ? tile_sum((const uint16_t *)(w + n * row), x + m * K, K)
+                                             : block_tile_sum(kind, (const uint8_t *)w + n * row, x + m * K, K);
+            if (memcmp(&expected, &got, 4) && !(expected != expected && got != got)) fail(set, "products by tiles", rows, K, M);
         }
-    multiply_by_tiles(set, w, rows, between(0, rows / 16) * 16, K, x + from * K, some, z);
+    multiply_by_tiles(set, kind, w, rows, between(0, rows / 16) * 16, K, x + from * K, some, z);
     for (size_t i = 0; i < some * rows; i++)
-        if (memcmp(z + i, y + from * rows + i, 4) && z[i] == z[i]) fail(set, "dense_tiles of some tokens", rows, K, some);
+        if (memcmp(z + i, y + from * rows + i, 4) && z[i] == z[i]) fail(set, "products by tiles, of some tokens", rows, K, some);
     free(w), free(x), free(y), free(z);
 }
 
@@ -730,7 +776,7 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
     for (size_t m = 0; m < M; m++) set->dense_rows(kind, w, rows, K, x + m * K, 1, y + m * rows, rows, NULL);
     for (size_t i = 0; i < M * rows; i++)
         if (!(ends[0][i] <= y[i] && y[i] <= ends[1][i])) fail(set, "the bound", rows, K, M);
-    if (set->dense_tiles && kind == 1 && K % 32 == 0) multiply_by_tiles(set, (uint16_t *)w, rows, rows / 16 * 16, K, x, M, y);
+    if (kind == 1 && by_tiles(set, kind, K)) multiply_by_tiles(set, kind, w, rows, rows / 16 * 16, K, x, M, y);
     for (size_t i = 0; i < M * rows; i++)
         if (!(ends[0][i] <= y[i] && y[i] <= ends[1][i])) fail(set, "the bound of tiles", rows, K, M);
     x[K / 2] = INFINITY;
@@ -945,7 +991,10 @@ int main(int argc, char **argv) {
             check_dense(set, Q4_K + round % 3, between(1, 20), 256 * between(1, 3), between(1, 8));
             for (int form = 0; form < N_RULED_FORMS; form++)
                 check_ruled(set, form, between(1, RULED_FORMS[form].block == 32 ? 9 : 3), between(1, RULED_ROWS), between(1, 17), 0);
-            check_tiles(set, between(1, 70), 32 * between(1, 12), between(1, round % 4 ? 20 : 70), round % 3);
+            check_tiles(set, 1, between(1, 70), 32 * between(1, 12), between(1, round % 4 ? 20 : 70), round % 3);
+            for (int kind = Q8_0; kind < Q6_K; kind++)
+                check_tiles(set, kind, between(1, 70), kind < Q4_K ? 32 * between(1, 12) : 256 * between(1, 3),
+                            between(1, round % 4 ? 20 : 70), (round + kind) % 3);
             check_screen(set, round % 3, between(1, 70), between(1, 300), between(1, 20));
             check_screen(set, 1, between(1, 70), 32 * between(1, 9), between(1, 20));
             const size_t K = between(1, 600), sizes[] = {64, 128, 256, K, between(1, K)};
@@ -963,7 +1012,9 @@ int main(int argc, char **argv) {
         for (int extreme = -1; extreme <= 1; extreme += 2) check_strips(set, 2, 131071, 100, extreme);
         for (int form = 0; form < N_RULED_FORMS; form++)
             for (int extreme = -1; extreme <= 1; extreme += 2) check_ruled(set, form, 3, RULED_ROWS, 5, extreme);
-        check_tiles(set, 17, 32 * 170, 35, 0); /* more than TILE_CHUNK_BYTES of tokens */
+        check_tiles(set, 1, 17, 32 * 170, 35, 0); /* more than TILE_CHUNK_BYTES of tokens */
+        check_tiles(set, Q4_0, 17, 32 * 170, 55, 0);
+        check_tiles(set, Q5_0, 3, 32, 16 * 70, 0); /* more groups of tokens than at once */
         check_screen(set, 1, 5, (1 << 16) + 70, SCREEN_TILE_TOKENS + 1); /* more columns than a sum of int32 takes at once */
         if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);
         printf("%s: %d rounds, all equal\n", set->name, rounds);

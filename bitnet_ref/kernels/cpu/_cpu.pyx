@@ -56,6 +56,8 @@ cdef extern from "kernels.h" nogil:
     size_t ruled_unit_bytes(const ruled_form *)
     size_t ruled_token_bytes(int block, size_t K)
     int ruled_token_overflows(const uint8_t *, size_t)
+    enum: N_TILE_METHODS
+    const tile_method *by_tiles(const kernel_set *, int kind, size_t K)
     const kernel_set *KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)

@@ -1,4 +1,4 @@
-# Part of _cpu.pyx: dense matrices (dense_rows.h, dense_amx.h), and the screened head (head_screen.h).
+# Part of _cpu.pyx: dense matrices (dense_rows.h, dense_amx.h, blocks_amx.h), and the screened head (head_screen.h).
 
 
 cdef const void *_matrix(w, int blocks, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
@@ -44,11 +44,6 @@ cdef struct dense_call:
     Py_ssize_t n_out[MAX_LINEARS]
 
 
-cdef inline bint by_tiles(const kernel_set *chosen, int kind, Py_ssize_t K) noexcept nogil:
-    """Whether dense_amx.h computes such a matrix. It sums in another order, so this depends on the matrix alone."""
-    return chosen.dense_tiles != NULL and kind == 1 and K > 0 and K % 32 == 0
-
-
 cdef void gather_16(const char *w, const int64_t *rows, Py_ssize_t n, Py_ssize_t size, char *out) noexcept nogil:
     """n rows of `size` bytes, the first n if `rows` is NULL, and zeros up to 16"""
     cdef Py_ssize_t i
@@ -62,17 +57,19 @@ cdef inline Py_ssize_t units_of(Py_ssize_t n_out) noexcept nogil:
 
 
 cdef void multiply_units(const dense_call *c, Py_ssize_t at, Py_ssize_t end, const float *tokens, float *wide,
-                         const char *parts, const char *last_rows) noexcept nogil:
+                         char **parts, const char *last_rows) noexcept nogil:
     """The rows of the units at .. end of all matrices times all tokens"""
     cdef Py_ssize_t i, first, whole, stop, M = c.M, K = c.K, N, row_bytes
+    cdef const tile_method *tiles
+    cdef const char *of_method
     for i in range(c.count):
-        N, row_bytes = c.n_out[i], dense_row_bytes(c.kinds[i], K)
+        N, row_bytes, tiles = c.n_out[i], dense_row_bytes(c.kinds[i], K), by_tiles(c.chosen, c.kinds[i], K)
         first, stop = max(at, <Py_ssize_t> 0) * DENSE_UNIT, min(end * DENSE_UNIT, N)
-        if first < stop and by_tiles(c.chosen, c.kinds[i], K):
-            whole = stop // 16 * 16
-            c.chosen.dense_tiles(c.ws[i] + first * row_bytes, whole - first, K, parts, M, c.ys[i] + first, N)
+        if first < stop and tiles != NULL:
+            whole, of_method = stop // 16 * 16, parts[tiles - c.chosen.tiles]
+            tiles.multiply(c.kinds[i], c.ws[i] + first * row_bytes, whole - first, K, of_method, M, c.ys[i] + first, N)
             if whole < stop:
-                c.chosen.dense_tiles(last_rows + i * 16 * row_bytes, stop - whole, K, parts, M, c.ys[i] + whole, N)
+                tiles.multiply(c.kinds[i], last_rows + i * 16 * K * 2, stop - whole, K, of_method, M, c.ys[i] + whole, N)
         elif first < stop:
             c.chosen.dense_rows(c.kinds[i], c.ws[i] + first * row_bytes, stop - first, K, tokens, M, c.ys[i] + first, N, wide)
         at, end = at - units_of(N), end - units_of(N)
@@ -81,37 +78,46 @@ cdef void multiply_units(const dense_call *c, Py_ssize_t at, Py_ssize_t end, con
 cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef const dense_call *c = <const dense_call *> call
     cdef Py_ssize_t i, m, part, N, M = c.M, K = c.K, units = 0, work = 0
-    cdef bint tiles = False, rows = False
+    cdef size_t bytes[N_TILE_METHODS]  # of tokens as a method takes them, which some matrix does
+    cdef char *parts[N_TILE_METHODS]
+    cdef const tile_method *tiles
+    cdef bint rows = False
+    memset(bytes, 0, sizeof(bytes))
     for i in range(c.count):
         units, work = units + units_of(c.n_out[i]), work + c.n_out[i] * K * (4 if c.kinds[i] == 0 else 2) * M
-        tiles, rows = tiles or by_tiles(c.chosen, c.kinds[i], K), rows or not by_tiles(c.chosen, c.kinds[i], K)
+        tiles = by_tiles(c.chosen, c.kinds[i], K)
+        rows = rows or tiles == NULL
+        if tiles != NULL:
+            bytes[tiles - c.chosen.tiles] = (tiles.bytes(M, K) + 63) // 64 * 64
     cdef int team = threads_for(work, DENSE_BYTES_PER_THREAD, c.threads)
-    cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64 if tiles else 0
+    cdef size_t parts_bytes = bytes[0] + bytes[1]
     cdef Py_ssize_t wide = 2 * DENSE_UNIT * packed_columns(K) if rows and M > 1 else 0  # of each thread
-    cdef char *parts = <char *> allocate(parts_bytes + (c.count * 16 * K * 2 if tiles else 0), 1)
-    cdef char *last_rows = parts + parts_bytes
+    parts[0] = <char *> allocate(parts_bytes + (c.count * 16 * K * 2 if parts_bytes else 0), 1)
+    parts[1] = parts[0] + bytes[0]
+    cdef char *last_rows = parts[0] + parts_bytes  # of each matrix 16, with at most 2 bytes per weight
     cdef Py_ssize_t of_tokens = M * packed_columns(K) if rows else 0
     cdef float *tokens = <float *> allocate(of_tokens + team * wide, sizeof(float))
-    if parts == NULL or tokens == NULL:
-        free(parts)
+    if parts[0] == NULL or tokens == NULL:
+        free(parts[0])
         free(tokens)
         return NO_MEMORY
     if rows:
         c.chosen.dense_pack(c.x, M, K, tokens)
-    if tiles:
-        for i in range(c.count):
-            N = c.n_out[i]
-            if N % 16 and by_tiles(c.chosen, c.kinds[i], K):
-                gather_16(c.ws[i] + (N - N % 16) * K * 2, NULL, N % 16, K * 2, last_rows + i * 16 * K * 2)
-    if tiles and M <= 16:
-        c.chosen.dense_split(c.x, M, K, 0, parts)
-    elif tiles:
-        for m in prange(0, M, 16, num_threads=threads_for(M * K, FLOATS_PER_THREAD, c.threads), schedule="static"):
-            c.chosen.dense_split(c.x, M, K, m, parts)
+    for i in range(c.count):
+        N = c.n_out[i]
+        if N % 16 and by_tiles(c.chosen, c.kinds[i], K) != NULL:
+            part = dense_row_bytes(c.kinds[i], K)
+            gather_16(c.ws[i] + (N - N % 16) * part, NULL, N % 16, part, last_rows + i * 16 * K * 2)
+    for i in range(N_TILE_METHODS):
+        if bytes[i] and M <= 16:
+            c.chosen.tiles[i].split(c.x, M, K, 0, parts[i])
+        elif bytes[i]:
+            for m in prange(0, M, 16, num_threads=threads_for(M * K, FLOATS_PER_THREAD, c.threads), schedule="static"):
+                c.chosen.tiles[i].split(c.x, M, K, m, parts[i])
     for part in prange(team, num_threads=team, schedule="static"):
         multiply_units(c, part * units // team, (part + 1) * units // team, tokens,
                        tokens + (of_tokens + part * wide) if wide else NULL, parts, last_rows)
-    free(parts)
+    free(parts[0])
     free(tokens)
     return OK
 
@@ -224,17 +230,18 @@ def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int
     cdef char *parts
     cdef char *copies
     cdef size_t parts_bytes
-    if by_tiles(chosen, kind, K):
-        parts_bytes = (chosen.tile_bytes(1, K) + 63) // 64 * 64
+    cdef const tile_method *tiles = by_tiles(chosen, kind, K)
+    if tiles != NULL:
+        parts_bytes = (tiles.bytes(1, K) + 63) // 64 * 64
         parts = <char *> allocate(parts_bytes + team * 16 * size, 1)
         if parts == NULL:
             raise MemoryError(f"no memory for {K} activations and {team} times 16 rows")
         with nogil:
-            chosen.dense_split(&x[0], 1, K, 0, parts)
+            tiles.split(&x[0], 1, K, 0, parts)
             for i in prange(blocks, num_threads=team, schedule="static"):
                 copies, some = parts + parts_bytes + threadid() * 16 * size, min(<Py_ssize_t> 16, n - i * 16)
                 gather_16(first, &rows[i * 16], some, size, copies)
-                chosen.dense_tiles(copies, some, K, parts, 1, &y[i * 16], n)
+                tiles.multiply(kind, copies, some, K, parts, 1, &y[i * 16], n)
             free(parts)
         return
     for i in prange(n, nogil=True, num_threads=team, schedule="static"):

@@ -37,6 +37,17 @@
 #include "bfloat16_avx512.h"
 #include "ternary_amx.h"
 
+/* A way to multiply some kinds of dense matrices (dense_blocks.h) by tiles. parts: what `split` makes of x (M, K), the 16 tokens
+ * from m on at a time */
+typedef struct {
+    size_t (*bytes)(size_t M, size_t K); /* of the parts */
+    void (*split)(const float *x, size_t M, size_t K, size_t m, void *parts);
+    /* y[m * y_stride + n] = w[n] . x[m] for `rows` rows of w (rows rounded up to 16, K) */
+    void (*multiply)(int kind, const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y, size_t y_stride);
+} tile_method;
+
+enum { TILES_OF_BFLOAT16, TILES_OF_BLOCKS, N_TILE_METHODS };
+
 #if defined(BITNET_REF_HAS_AMX)
 
 enum { TILE_COLUMNS = 32, TILE_TOKENS = 16, TILE_PARTS = 3, TILE_WIDTH = TILE_PARTS * TILE_TOKENS };
@@ -51,9 +62,9 @@ static inline size_t tile_width(size_t M, size_t m) {
 }
 
 /* of all tokens' parts */
-static size_t tile_bytes_amx(size_t M, size_t K) { return (M + TILE_TOKENS - 1) / TILE_TOKENS * K / 2 * TILE_WIDTH * 4; }
+static size_t dense_bytes_amx(size_t M, size_t K) { return (M + TILE_TOKENS - 1) / TILE_TOKENS * K / 2 * TILE_WIDTH * 4; }
 
-/* The parts of the 16 tokens from m on (M, K), K a multiple of 32 -> their place among `parts` (tile_bytes_amx(M, K)) */
+/* The parts of the 16 tokens from m on (M, K), K a multiple of 32 -> their place among `parts` */
 TILE_TARGET static void dense_split_amx(const float *x, size_t M, size_t K, size_t m, void *parts) {
     const size_t width = tile_width(M, m), tokens = M - m < TILE_TOKENS ? M - m : TILE_TOKENS;
     const __mmask16 line = (__mmask16)(width < 16 ? (1 << width) - 1 : 0xFFFF);
@@ -168,9 +179,9 @@ TILE_INLINE void tile_finish(const float *sums, size_t tokens, size_t rows, floa
     for (size_t t = 0; t < tokens; t++) _mm512_mask_storeu_epi32(y + t * y_stride, wanted, v[t]);
 }
 
-/* y[m * y_stride + n] = w[n] . x[m] for `rows` rows of w (rows rounded up to 16, K) and the M tokens of `parts` */
-TILE_TARGET static void dense_tiles_amx(const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y,
+TILE_TARGET static void dense_tiles_amx(int kind, const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y,
                                         size_t y_stride) {
+    (void)kind;
     _Alignas(64) float sums[(2 * AMX_ROWS + 1) * TILE_WIDTH] = {0};
     const size_t row = K * sizeof(uint16_t), group_bytes = K / 2 * TILE_WIDTH * sizeof(uint32_t), steps = K / TILE_COLUMNS;
     const size_t turn = steps > TILE_AHEAD ? steps - TILE_AHEAD : 0;

@@ -8,7 +8,7 @@
  * quotients in float32, each rounded once, never fused; sums and exponentials in double, rounded to float32 at the end.
  * So every copy gives NumPy's float32 bit for bit, except where a double sum lies within 1e-16 of a rounding boundary.
  * Dense rows (dense_rows.h) are summed in float32 by fused multiply-adds, in one fixed order on every machine that has
- * them; bfloat16 in another one where AMX's tiles compute it (dense_amx.h).
+ * them; where AMX's tiles compute them bfloat16 and blocks have others (dense_amx.h, blocks_amx.h).
  *
  * For a prompt, norm, gate and sums wait for L3 (20 to 25 GB/s per thread, Cascade Lake). Tried: rms_norm with
  * Markstein's five operations for the quotient, not a division of 16 cycles, equal to the bit: 68 for 88 us of 64 x

@@ -63,6 +63,7 @@ typedef struct {
 #include "screen_amx.h"
 #endif
 #include "attention_amx.h"
+#include "blocks_amx.h"
 
 /* A layout of ternary weights in panels of 64 rows, and the form of x that its kernels read. All are exact. */
 typedef struct {
@@ -136,10 +137,8 @@ typedef struct {
     void (*rescale)(const int8_t *, size_t, float, float *);
     double (*sum_of_squares)(const float *, size_t);
     void (*adamw)(float *, const float *, float *, float *, size_t, const adamw_rates *);
-    /* bfloat16 matrices with K a multiple of 32: dense_amx.h. NULL: `dense_rows` computes them too */
-    size_t (*tile_bytes)(size_t M, size_t K);
-    void (*dense_split)(const float *x, size_t M, size_t K, size_t m, void *parts);
-    void (*dense_tiles)(const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y, size_t y_stride);
+    /* bfloat16 matrices, and most in blocks, with K a multiple of 32: dense_amx.h, blocks_amx.h. NULL: `dense_rows` computes them */
+    tile_method tiles[N_TILE_METHODS];
     /* attention of prompts from slices of the keys and values: attention_amx.h. NULL: `attend` computes it too */
     slice_chunk_fn slice_chunk;
     attend_sliced_fn attend_sliced;
@@ -206,7 +205,8 @@ KERNEL_SET set_avx512 = {
 KERNEL_SET set_amx = {
     "amx", AVX512_TERNARY(ternary_panel_amx, ternary_tiled_amx), peak_amx,
     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512),
-    NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512), tile_bytes_amx, dense_split_amx, dense_tiles_amx,
+    NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512),
+    {{dense_bytes_amx, dense_split_amx, dense_tiles_amx}, {block_bytes_amx, block_split_amx, block_tiles_amx}},
     slice_chunk_amx, attend_sliced_amx};
 #endif
 #endif
@@ -255,6 +255,14 @@ static const char *kernel_set_lacks(size_t index) {
 #endif
     (void)name;
     return NULL;
+}
+
+/* The set's way to multiply such a matrix by tiles, or NULL. Their sums have another order than those of `dense_rows`, so this
+ * depends on the matrix alone. */
+static inline const tile_method *by_tiles(const kernel_set *set, int kind, size_t K) {
+    if (!set->tiles[0].multiply || K == 0 || K % 32) return NULL;
+    if (kind == 1) return set->tiles + TILES_OF_BFLOAT16;
+    return Q8_0 <= kind && kind < Q6_K ? set->tiles + TILES_OF_BLOCKS : NULL; /* blocks_amx.h: not Q6_K */
 }
 
 /* the L2 cache of one core as the system reports it, or 1 MB */
