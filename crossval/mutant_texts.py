@@ -21,7 +21,8 @@ KERNEL_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {  # {model: {the name o
     "sparse": {"strips": {}},
     "adapted": {"adapter": {}},
 }
-SAME_KERNELS = {"avxvnni", "amx"}  # these sets compute these models by the functions of avx2 and avx512
+SAME_KERNELS = {"avxvnni", "amx"}  # these sets compute these models by the functions of avx2 and avx512,
+OWN_KERNELS = {("blocks", "exact", "amx")}  # but these
 ADAPTERS = (None, "own", None)  # of the requests of one batch
 
 
@@ -75,10 +76,12 @@ def _kernel_texts(name: str, path: str) -> Iterator[tuple[str, Any]]:
     import bitnet_ref
     from bitnet_ref.kernels.cpu import _cpu
 
-    sets = [simd for simd, lacks in reversed(_cpu.kernel_sets()) if lacks is None and simd not in SAME_KERNELS]
+    sets = [simd for simd, lacks in reversed(_cpu.kernel_sets()) if lacks is None]
     greedy: dict[str, Any] = {"max_tokens": 4, "logprobs": 2, "ignore_eos": True}
     for variant, options in KERNEL_VARIANTS[name].items():
         for simd in sets:
+            if simd in SAME_KERNELS and (name, variant, simd) not in OWN_KERNELS:
+                continue
             with _environment({"BITNET_REF_SIMD": simd, "BITNET_REF_STRIPS": "always"}):
                 model = bitnet_ref.load(path, backend="cython", threads=1, **options)
             label = f"{name}, {variant}, {simd}"

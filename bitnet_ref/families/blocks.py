@@ -8,7 +8,7 @@
 
 d, e and m are float16, s and m of the K types integers of 6 bits, s of Q6_K int8. Every product has at most 24 bits, so
 it is exact in float32; a value is rounded once, where two terms are added. `kernels/cpu/dense_blocks.h` widens them
-alike. `block_rule` multiplies by the integers, as ggml does.
+alike; `blocks_amx.h` multiplies by q before d. `block_rule` rounds activations too, as ggml does.
 
 Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 """
