@@ -10,7 +10,7 @@ from helpers import model, random_ternary, rng
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
-from bitnet_ref.backends.cpu.weights import PanelWeight
+from bitnet_ref.backends.cpu.weights import PanelWeight, strip_bytes
 from bitnet_ref.benchmark.models import measure_model
 from bitnet_ref.errors import BackendUnavailable, NumericsError
 from bitnet_ref.families.lora import LoraTerm, SelectedLinear
@@ -149,6 +149,13 @@ def test_terms_of_adapters_are_added_to_what_is_not_skipped(simd):
                 w = put_terms(w, choice, 1)
                 np.testing.assert_array_equal(be.feed_forward(x, w, config), expected)
                 np.testing.assert_array_equal(be.op_by_op().feed_forward(x, w, config), expected)
+
+
+def test_a_model_that_has_an_adapter_when_it_is_prepared_gets_the_same_strips():
+    story, be = model("storyteller", "numpy"), CythonBackend(strips="always")
+    layers = tuple(put_terms(layer, None, 1) for layer in story.weights.layers)
+    adapted = type(story)(story.config, replace(story.weights, layers=layers), story.backend)
+    assert strip_bytes(adapted.on(be).weights) == strip_bytes(story.on(be).weights) > 0
 
 
 def test_a_term_that_overflows_beside_a_gate_of_zero_is_still_an_error():

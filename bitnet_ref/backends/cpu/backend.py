@@ -197,16 +197,18 @@ class CythonBackend(KernelBackend):
 
     def _add_strips(self, w: LayerWeights) -> LayerWeights:
         """Strips of up_proj's rows and of down_proj's columns, for tokens that need few of them."""
+        return replace(w, up_proj=self._stripped(w.up_proj, False), down_proj=self._stripped(w.down_proj, True))
+
+    def _stripped(self, w: LinearWeight, by_columns: bool) -> LinearWeight:
+        if isinstance(w, OnLinear):
+            return w.each(partial(self._stripped, by_columns=by_columns))
         least = MIN_STRIPS_BYTES if self.strips == "auto" else 0
-        added: dict[str, Any] = {}
-        for name, by_columns in (("up_proj", False), ("down_proj", True)):
-            panels = getattr(w, name)
-            if type(panels) is PanelWeight and panels.panels.nbytes >= least and max(panels.shape) < MAX_STRIP:
-                count, length = reversed(panels.shape) if by_columns else panels.shape
-                strips = self._memory.empty((count, -(-length // 256) * 64))
-                _cpu.pack_strips(panels.plain(self.threads).packed, strips, by_columns, self.threads)
-                added[name] = replace(panels, strips=strips, by_columns=by_columns)
-        return replace(w, **added)
+        if type(w) is not PanelWeight or w.panels.nbytes < least or max(w.shape) >= MAX_STRIP:
+            return w
+        count, length = reversed(w.shape) if by_columns else w.shape
+        strips = self._memory.empty((count, -(-length // 256) * 64))
+        _cpu.pack_strips(w.plain(self.threads).packed, strips, by_columns, self.threads)
+        return replace(w, strips=strips, by_columns=by_columns)
 
     @property
     def _takes_strips(self) -> bool:
