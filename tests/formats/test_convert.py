@@ -349,7 +349,7 @@ ROUNDED = {"scales": Tally(40, 42, 1.5e-4, "q"), "tensors": Tally(10, 13, 4.9e-4
         (
             {"tokens": 8, "logits_difference": 1.2e-6},
             "identical: 42 ternary planes, every scale and every tensor; logits within 1.2e-06: "
-            "float matrices have another dtype",
+            "float matrices are stored otherwise",
         ),
         (
             {"scales": ROUNDED["scales"]},
@@ -503,21 +503,22 @@ def test_what_blocks_round_is_told_of_each_row():
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "gap", "problem"),
+    ("storage", "gap", "problem"),
     [
-        (("F32", "F32"), 0, None),
-        (("F32", "F32"), 3e-5, "the logits differ by 3.0e-05 though all tensors are equal"),
-        (("F32", "F16"), 3e-5, None),
-        (("F32", "F16"), 5e-5, "the logits differ by 5.0e-05 though all tensors are equal"),
+        (("float32", "float32"), 0, None),
+        (("float32", "float32"), 3e-5, "the logits differ by 3.0e-05 though all tensors are equal"),
+        (("float32", "float16"), 3e-5, None),
+        (("float32", "float16"), 5e-5, "the logits differ by 5.0e-05 though all tensors are equal"),
+        (("Q4_1", "float32"), 3e-5, None),
     ],
 )
-def test_how_far_logits_may_differ(dtypes, gap, problem, monkeypatch):
-    """Sums of values in another dtype, which are summed in another order: by 1e-5 of the largest logit, 4 here."""
+def test_how_far_logits_may_differ(storage, gap, problem, monkeypatch):
+    """Sums of values that are stored otherwise, in another order: by 1e-5 of the largest logit, 4 here."""
     logits = np.array([[1, -4], [3, 2]], np.float32)
-    models = [SimpleNamespace(config=SimpleNamespace(num_hidden_layers=1), dtype=dtype) for dtype in dtypes]
-    results = iter([logits, logits + np.array([[gap, 0], [0, 0]], np.float32)])
+    models = [SimpleNamespace(config=SimpleNamespace(num_hidden_layers=1))] * 2
+    arrays = logits, logits + np.array([[gap, 0], [0, 0]], np.float32)
+    results = iter([(array, {"lm_head": kind}) for array, kind in zip(arrays, storage, strict=True)])
     monkeypatch.setattr(proof_module, "_logits", lambda *_: next(results))
-    monkeypatch.setattr(proof_module, "_float_dtypes", lambda checkpoint: checkpoint.dtype)
     proof = Proof()
     proof_module._compare_logits(*models, proof, None)
     assert proof.problems == ([] if problem is None else [problem])
@@ -568,11 +569,17 @@ def test_a_proof_computes_the_models_logits_with_one_layer_in_memory(skipped, tm
 
     monkeypatch.setattr(proof_module, "read_layer", read_layer)
     with open_checkpoint(folder) as checkpoint:
-        logits = proof_module._logits(checkpoint, choose_backend("numpy"), lambda: done.append(1))
+        logits, storage = proof_module._logits(checkpoint, choose_backend("numpy"), lambda: done.append(1))
         tokens = np.linspace(0, checkpoint.config.vocab_size - 1, len(logits)).astype(np.int64)
     np.testing.assert_array_equal(logits, bitnet_ref.load(folder, backend="numpy").logits(tokens))
     assert ([index for index, _ in layers], len(done)) == ([0, 1, 2, 3], 4)
     assert max(alive) <= 2  # the next one is read while the pass has the last
+    dense = (
+        {"1.gate_proj", "1.up_proj", "1.down_proj", "0.o_proj", "1.o_proj", "2.o_proj", "3.o_proj"}
+        if skipped
+        else set()
+    )
+    assert storage == dict.fromkeys({"lm_head", *dense}, "bfloat16")
 
 
 def test_what_a_proof_says_of_configurations(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -14,13 +14,13 @@ from ...backends.paged_cache import CacheSpec
 from ...backends.run import run
 from ...errors import TokenizerError
 from ...families import KINDS
+from ...families.blocks import BlockWeight
 from ...reference.cache import TokenBatch
 from ...reference.layers import Floats
-from ...reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, widen_sums
+from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, widen_sums
 from ..checkpoint import (
     Checkpoint,
     Progress,
-    all_linears,
     choose_kind,
     is_ternary,
     linear_names,
@@ -99,7 +99,7 @@ class Proof:
                 return identical
             if self.logits_equal:
                 return f"{identical}, and all logits"
-            return f"{identical}; logits within {self.logits_difference:.1e}: float matrices have another dtype"
+            return f"{identical}; logits within {self.logits_difference:.1e}: float matrices are stored otherwise"
         logits = f"; logits within {self.logits_difference:.1e}" if self.tokens else ""
         if self.tokens and self.kl >= _LEAST_KL:
             choice = "the same" if self.same_choice else "not always the same"
@@ -281,6 +281,7 @@ class _Layers:
 
     def __init__(self, checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> None:
         self.checkpoint, self.be, self.tick = checkpoint, be, tick
+        self.storage: dict[str, str] = {}  # of each dense matrix that was read: its dtype, or type of blocks
 
     def __iter__(self) -> Iterator[LayerWeights]:
         config, quantized = self.checkpoint.config, self.checkpoint.config.quantization
@@ -288,14 +289,20 @@ class _Layers:
         has_bit_linears = ternary and quantized is not None and quantized.int8_activations
         for index in range(config.num_hidden_layers):
             layer = read_layer(self.checkpoint, index, self.be.prepare)
+            self.note(f"{index}.", layer.linears())
             yield layer.map_linears(widen_sums) if has_bit_linears else layer
             self.tick()
+
+    def note(self, layer: str, linears: Iterable[tuple[str, LinearWeight]]) -> None:
+        for name, w in linears:
+            if isinstance(w, DenseWeight):
+                self.storage[layer + name] = w.block_type if isinstance(w, BlockWeight) else w.dtype.name
 
 
 def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
     be = choose_backend("cython" if available_backends()["cython"] is None else "numpy")
     tick = ticker(progress, 2 * source.config.num_hidden_layers)
-    a, b = (_logits(checkpoint, be, tick) for checkpoint in (source, written))
+    (a, of_source), (b, of_written) = (_logits(checkpoint, be, tick) for checkpoint in (source, written))
     proof.tokens = len(a)
     proof.logits_equal = np.array_equal(a, b)
     proof.logits_difference = float(np.abs(a - b).max())
@@ -304,23 +311,14 @@ def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progr
     p, q = (each - np.logaddexp.reduce(each, axis=1, keepdims=True) for each in wide)
     proof.kl = float(max(0.0, (np.exp(p) * (p - q)).sum(axis=1).mean()))
     same = not proof.config and all(tally.equal == tally.total for tally in (proof.scales, proof.tensors))
-    # A matrix of equal values in another dtype is summed by another kernel, in another order.
-    other_sums = _float_dtypes(source) != _float_dtypes(written)
-    allowed = _SUMMATION * float(np.abs(a).max()) if other_sums else 0.0
+    # A matrix of equal values in another dtype, or in blocks, is summed by another kernel, in another order.
+    allowed = _SUMMATION * float(np.abs(a).max()) if of_source != of_written else 0.0
     if same and proof.logits_difference > allowed:
         proof.problems.append(f"the logits differ by {proof.logits_difference:.1e} though all tensors are equal")
 
 
-def _float_dtypes(checkpoint: Checkpoint) -> dict[str, np.dtype]:
-    """The dtype of the embedding and of each kind of linear that is not ternary, by the last word of its name."""
-    config = checkpoint.config
-    dense = [name for name in all_linears(config) if not is_ternary(config, name)]
-    first = {name.rpartition(".")[2]: name for name in reversed(["embedding", *dense])}
-    return {short: checkpoint.given_dtype(name) for short, name in first.items()}
-
-
-def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> Floats:
-    """Logits of a few tokens spread over the vocabulary.   -> (T, V)"""
+def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> tuple[Floats, dict[str, str]]:
+    """Logits of a few tokens spread over the vocabulary.   -> (T, V), and how dense matrices are stored"""
     config = checkpoint.config
     count = min(_TOKENS, config.context_length)
     tokens = np.linspace(0, config.vocab_size - 1, count).astype(np.int64)
@@ -328,6 +326,9 @@ def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> Fl
     head = read_head(checkpoint, embedding, be.prepare)
     final_norm = Norm(checkpoint.norm("final_norm"), config.norm_eps, "ln_final")
     weights = ModelWeights(embedding, (), final_norm, head)
-    object.__setattr__(weights, "layers", _Layers(checkpoint, be, tick))  # given to it, all would be read at once
+    layers = _Layers(checkpoint, be, tick)
+    layers.note("", [("lm_head", head)])
+    object.__setattr__(weights, "layers", layers)  # given to it, all would be read at once
     cache = be.new_cache(config, CacheSpec(1, count))
-    return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all()
+    logits = run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all()
+    return logits, layers.storage
