@@ -147,7 +147,7 @@ def missing_names(text):
         name = ".".join(("bitnet_ref", *path.with_suffix("").parts)).removesuffix(".__init__")
         stems.setdefault(name.rpartition(".")[2], []).append(name)
     files = {path.name for folder in (ROOT, *map(ROOT.joinpath, FOLDERS)) for path in folder.glob("*.*")}
-    files |= {path.name for path in PACKAGE.rglob("*.*")}
+    files |= {path.name for folder in (PACKAGE, ROOT / "tests") for path in folder.rglob("*.*")}
     for name in re.findall(r"`((?:\w+\.)+\w+)(?:\(\))?`", text):
         first, _, rest = name.partition(".")
         if name in OTHER_NAMES or name.endswith(SUFFIXES):
