@@ -202,8 +202,8 @@ KNOWN: dict[str, str] = {
     "formats/gguf/i2_s.py LayoutEvidence.add: self.sums[layout] += _squared_z(columns[layout], vectors[layout]) -> "
     "self.sums[layout] += (_squared_z(vectors[layout], columns[layout]))": "a correlation, of the one with the other",
     "formats/convert/proof.py _logits: "
-    'return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all() -> '
-    "return (run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)).all()": (
+    'logits = run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all() -> '
+    "logits = (run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)).all()": (
         "another path of the same backend, which gives the same bits"
     ),
     "cli/watch_command.py _sources: arguments = [Path(word) for word in command[1:] if len(word) < 4096] -> "

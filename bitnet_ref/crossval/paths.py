@@ -503,9 +503,8 @@ def _random_blocks(
 def _dense_bfloat16(be: Backend) -> Outcome:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((37, 512), dtype=np.float32)
-    return _dense_matrix(
-        be, DenseWeight(rng.standard_normal((35, 512), dtype=np.float32).astype(ml_dtypes.bfloat16)), x
-    )
+    w = rng.standard_normal((35, 512), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return _dense_matrix(be, DenseWeight(w), x)
 
 
 def _dense_matrix(be: Backend, w: DenseWeight, x: NDArray[np.float32]) -> Outcome:

@@ -41,7 +41,8 @@
 
 #if defined(BITNET_REF_HAS_AMX)
 
-enum { DIGITS = 4, BLOCK_FEW = 4 /* tokens */, BLOCK_GROUPS = 32 /* of tokens at a time */, BLOCK_SUPER = 8 /* of 32 columns: one of Q4_K */ };
+enum { DIGITS = 4, BLOCK_FEW = 4 /* tokens */, BLOCK_GROUPS = 32 /* of tokens at a time */ };
+enum { BLOCK_SUPER = 8 /* times 32 columns: a block of Q4_K or Q5_K */ };
 
 /* Of a block's columns of up to 16 tokens */
 typedef struct {
@@ -141,7 +142,8 @@ typedef struct {
 #define BLOCK_HAS_OFFSET(kind) (kind == Q4_1 || BLOCK_HAS_SUPER(kind))
 
 /* Reads that of n blocks from b on. places: of the rows, from the first one */
-BLOCK_INLINE void block_read_header(const int kind, const uint8_t *b, size_t row, size_t n, __m512i places, block_header *header) {
+BLOCK_INLINE void block_read_header(const int kind, const uint8_t *b, size_t row, size_t n, __m512i places,
+                                    block_header *header) {
     if (!BLOCK_HAS_SUPER(kind)) {
         for (size_t j = 0; j < n; j++) {
             const u32v_avx512 pairs = (u32v_avx512)_mm512_i32gather_epi32(places, b + j * DENSE_KINDS[kind].bytes, 1);
@@ -211,13 +213,14 @@ BLOCK_INLINE void block_prefetch(const uint8_t *b, size_t row, size_t bytes, siz
 /* -- few tokens -- */
 
 /* y of T tokens += a block of 32 columns */
-BLOCK_INLINE void block_multiply(const int kind, const size_t T, const u32v_avx512 *codes, const __m512 *factors, const block_token *x,
-                                 size_t stride, __m512 *y) {
+BLOCK_INLINE void block_multiply(const int kind, const size_t T, const u32v_avx512 *codes, const __m512 *factors,
+                                 const block_token *x, size_t stride, __m512 *y) {
     _Pragma("GCC unroll 4") for (size_t t = 0; t < T; t++) {
         const block_token *of = x + t * stride;
         __m512i sums[DIGITS];
-        _Pragma("GCC unroll 4") for (int j = 0; j < DIGITS; j++) sums[j] =
-            BLOCK_HAS_OFFSET(kind) ? _mm512_setzero_si512() : _mm512_set1_epi32(of->less[kind == Q4_0 ? 0 : kind == Q5_0 ? 1 : 2][j]);
+        const int32_t *less = of->less[kind == Q4_0 ? 0 : kind == Q5_0 ? 1 : 2]; /* for the codes' offset */
+        _Pragma("GCC unroll 4") for (int j = 0; j < DIGITS; j++)
+            sums[j] = BLOCK_HAS_OFFSET(kind) ? _mm512_setzero_si512() : _mm512_set1_epi32(less[j]);
         _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) _Pragma("GCC unroll 4") for (int j = 0; j < DIGITS; j++) {
             int32_t digits;
             memcpy(&digits, of->digits + 16 * i + 4 * j, sizeof digits);
@@ -230,8 +233,8 @@ BLOCK_INLINE void block_multiply(const int kind, const size_t T, const u32v_avx5
     }
 }
 
-BLOCK_INLINE void block_few(const int kind, const size_t T, const uint8_t *w, size_t rows, size_t K, const block_token *x, float *y,
-                            size_t y_stride, __m512i places) {
+BLOCK_INLINE void block_few(const int kind, const size_t T, const uint8_t *w, size_t rows, size_t K, const block_token *x,
+                            float *y, size_t y_stride, __m512i places) {
     const size_t row = dense_row_bytes(kind, K), blocks = K / 32, far = bytes_ahead(AMX_ROWS, row);
     for (size_t n = 0; n < rows; n += AMX_ROWS) {
         __m512 sums[BLOCK_FEW];
@@ -382,7 +385,8 @@ BLOCK_INLINE void block_many(const int kind, const size_t T, const uint8_t *w, s
     const size_t fit = group_bytes < TILE_CHUNK_BYTES ? TILE_CHUNK_BYTES / group_bytes : 1;
     const size_t at_once = TILE_TOKENS * (fit < BLOCK_GROUPS ? fit : BLOCK_GROUPS);
     uint16_t numbers[32];
-    for (int i = 0; i < 32; i++) numbers[i] = (uint16_t)(float_bits((float)(i - (kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : 0))) >> 16);
+    const int offset = kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : 0;
+    for (int code = 0; code < 32; code++) numbers[code] = (uint16_t)(float_bits((float)(code - offset)) >> 16);
     const __m512i table = _mm512_loadu_si512(numbers);
     block_weights weights[2];
     block_unit units[2];
