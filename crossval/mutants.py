@@ -90,7 +90,8 @@ def judge(
         return
     yield "noticed", f"{changed}: the checks crashed, or did not end"
     limit_cpu(CHECKS_LIMIT_S)
-    os.environ["BITNET_REF_NUM_THREADS"] = "1"  # as many mutants at a time as there are processors
+    # As many mutants at a time as there are processors; but kernels divide rows among threads.
+    os.environ["BITNET_REF_NUM_THREADS"] = "2" if mutant and mutant.file.startswith("kernels") else "1"
     model = models[changed.split(",")[0]]
     commands = [["doctor", "--full", "--json"], ["crossval", "backends", model, "--json"]]
     if model != "storyteller" or (mutant and mutant.file.startswith(("backends", "kernels"))):
