@@ -14,7 +14,6 @@ from ...errors import NumericsError
 from ...families.block_rule import INPUTS, RuledLinear, RuledWeight, round_inputs
 from ...families.blocks import INVERSES, BlockIntegers, BlockWeight, block_type
 from ...families.groups import GroupLayout, GroupTernaryWeight
-from ...families.lora import OnLinear
 from ...reference import quantization
 from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, ModelWeights, TernaryLinear, TernaryWeight
@@ -64,9 +63,8 @@ def strip_bytes(w: ModelWeights) -> int:
 
 def _panels_of(w: ModelWeights) -> Iterator[tuple[str, PanelWeight]]:
     for name, linear in w.linears():
-        weight = linear.linear if isinstance(linear, OnLinear) else linear
-        if isinstance(weight, PanelWeight):
-            yield name, weight
+        if isinstance(panels := linear.bit_linear, PanelWeight):
+            yield name, panels
 
 
 def mean_skipped(uses: Mapping[str, StripUse], linear: str) -> float:
