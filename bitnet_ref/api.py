@@ -255,14 +255,19 @@ def _gather(device: DeviceOptions, options: LoadOptions, flat: Mapping[str, Any]
 
 @show_options(ComputeOptions, DeviceOptions, LoadOptions, types=LoadKeywords)
 def load_engine(
-    model: str | os.PathLike[str] = "storyteller", config: EngineConfig | None = None, **options: Unpack[LoadKeywords]
+    model: str | os.PathLike[str] = "storyteller",
+    config: EngineConfig | None = None,
+    room: int | None = None,
+    **options: Unpack[LoadKeywords],
 ) -> Engine:
     """Load a model and start an engine on it, for the config's `backend`, or where that is not available here or has
     too little memory, for the first of its `fallback` that has not. config: by default `EngineConfig.load()`.
+    room: bytes that the weights and, where the config does not say otherwise, the caches may hold.
 
     Options of `load` that are given here go before the config's. Raises what `load` raises, and ConfigError.
     """
     from .serving import Engine, EngineConfig, Replicas, start_engines
+    from .serving.cache_memory import share_memory
 
     config = EngineConfig.load() if config is None else config
     missing: BackendError | None = None
@@ -276,12 +281,13 @@ def load_engine(
             common = {"dtype": config.dtype, **on_cards, **options, "backend": backend}
             loaded = load(model, devices=devices[::count] or None, **common) if on_cards else load(model, **common)
             if count == 1 or loaded.backend.name in ("numpy", "cython"):
-                engine = start_engines(loaded, config)
+                engine = start_engines(loaded, config, room)
             elif len(devices) < count:
                 raise ConfigError(f"expected at least {count} devices, one for each engine", field="replicas")
             else:
-                others = [load(model, devices=devices[number::count], **common) for number in range(1, count)]
-                engine = Replicas([Engine(each, config) for each in (loaded, *others)])
+                models = [loaded, *(load(model, devices=devices[n::count], **common) for n in range(1, count))]
+                share = None if room is None else room // count
+                engine = Replicas([Engine(each, share_memory(each, config, share, 1)) for each in models])
         except (BackendUnavailable, OutOfMemory, DeviceError) as error:
             missing = missing or error
             continue

@@ -52,10 +52,10 @@ class RunningServer:
         self.uvicorn = uvicorn.Server(uvicorn_config(self.app, drain_s))
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
-    def open_engine(self, path):
+    def open_engine(self, path, room):
         assert self.hold.wait(20)
         engine = self.engines[Path(path).name] = start_engines(
-            model(path, backend=BACKEND, threads=1), EngineConfig(**self.settings)
+            model(path, backend=BACKEND, threads=1), EngineConfig(**self.settings), room
         )
         return engine
 

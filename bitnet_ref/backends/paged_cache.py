@@ -51,10 +51,10 @@ class EngineKVCache(KVCache):
         """Raises OutOfMemory."""
         try:
             super().__init__(config, slots, capacity, dtype)
+            self.states = family_of(config).new_states(config, slots, np.dtype(dtype))
         except (MemoryError, ValueError) as error:
             message = f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory"
             raise OutOfMemory(f"{message}; ask for fewer tokens or fewer prompts at a time") from error
-        self.states = family_of(config).new_states(config, slots, np.dtype(dtype))
 
     @property
     def dtype(self) -> np.dtype:
@@ -68,12 +68,17 @@ class EngineKVCache(KVCache):
     @property
     def nbytes(self) -> int:
         """Bytes reserved, used or not."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Those of them that slots have beside their keys and values, however many tokens they hold."""
+        return 0 if self.states is None else self.states.nbytes
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token, all layers together."""
-        return self.nbytes // max(1, self.slots * self.capacity)
+        """Bytes of the keys and values of one token, all layers together."""
+        return (self.nbytes - self.state_bytes) // max(1, self.slots * self.capacity)
 
     @property
     def has_states(self) -> bool:
@@ -121,7 +126,6 @@ class PagedKVCache(EngineKVCache):
             got = f"page_size {spec.page_size}, pages {spec.pages}"
             raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
         self.slots, self.capacity = spec.slots, spec.capacity
-        self.states = family_of(config).new_states(config, spec.slots, dtype)
         self.page_size = spec.page_size or max(1, spec.capacity)
         pages_per_slot = max(1, -(-spec.capacity // self.page_size))
         self.is_fixed = spec.pages is None  # each page belongs to one slot, permanently
@@ -134,6 +138,7 @@ class PagedKVCache(EngineKVCache):
             if dtype == np.int8:
                 self.key_scales, self.value_scales = (self._empty(shape[:-1], np.dtype(np.float32)) for _ in range(2))
             self.page_table: NDArray[np.int32] = np.full((spec.slots, pages_per_slot), NO_PAGE, dtype=np.int32)
+            self.states = family_of(config).new_states(config, spec.slots, dtype)
         except (MemoryError, ValueError) as error:
             size = f"{spec.slots} sequences of {spec.capacity} tokens"
             if not self.is_fixed:
@@ -156,11 +161,11 @@ class PagedKVCache(EngineKVCache):
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in self.pools)
+        return sum(pool.nbytes for pool in self.pools) + self.state_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        return self.nbytes // max(1, self.pages * self.page_size)
+        return (self.nbytes - self.state_bytes) // max(1, self.pages * self.page_size)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,10 @@ class SplitKVCache(PagedKVCache):
         return sum(part.nbytes for part in self.parts)
 
     @property
+    def state_bytes(self) -> int:
+        return sum(part.state_bytes for part in self.parts)
+
+    @property
     def has_states(self) -> bool:
         return any(part.has_states for part in self.parts)
 

@@ -140,8 +140,8 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         generation_defaults=options["generation_defaults"],
     )
 
-    def open_engine(path: Path) -> Engine:
-        return load_engine(path, config, threads=threads, **reading)
+    def open_engine(path: Path, room: int | None) -> Engine:
+        return load_engine(path, config, room, threads=threads, **reading)
 
     sources: dict[str, Path] = {}
     for text in models or ("storyteller",):

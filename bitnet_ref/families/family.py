@@ -490,6 +490,9 @@ def near(function: Callable[[float], float], guess: float, wanted: float) -> flo
 class States(Protocol):
     """What a cache has of some families' sequences beside keys and values; `families/qwen3_5.py` has one."""
 
+    @property
+    def nbytes(self) -> int: ...
+
     def resumable(self, slot: int, length: int) -> int:
         """How many of the first `length` tokens of a slot a later pass can build on."""
 

@@ -378,6 +378,10 @@ class DeltaStates:
     def arrays(self) -> tuple[Array, ...]:
         return self.memory, self.inputs, self.seen
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
     def begin(self, layer: int, slot: int, position: int) -> Floats:
         """The convolution's inputs to continue from at `position`, to be updated in place. Raises ShapeError."""
         row = self.rows[layer]

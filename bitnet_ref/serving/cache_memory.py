@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +51,9 @@ def cache_memory(
     "sliding", "sinks": with `window`, float32 pages of the tokens that this `overflow` keeps.
     """
     counts, spec = np.asarray(tokens, dtype=np.int64), CacheSpec(1, page_size, page_size=page_size, pages=1)
-    page = {name: PagedKVCache(config, spec, np.dtype(name)).nbytes for name in CACHE_DTYPES}
+    page = {name: PagedKVCache(config, spec, np.dtype(name)).bytes_per_token * page_size for name in CACHE_DTYPES}
     pages = -(-counts // page_size)
-    reserved = np.full_like(counts, EngineKVCache(config, 1, 1).nbytes * config.context_length)
+    reserved = np.full_like(counts, EngineKVCache(config, 1, 1).bytes_per_token * config.context_length)
     policies = {"reserved": reserved, **{name: pages * nbytes for name, nbytes in page.items()}}
     if window is not None:
         for policy in ("sliding", "sinks"):
@@ -63,33 +64,74 @@ def cache_memory(
 
 def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
     """The pool of pages that the config asks for, or that fits into memory. Raises ConfigError, OutOfMemory."""
-    size, context, dtype = config.page_size, model.config.context_length, config.cache_dtype
-    page_bytes = model.new_cache(1, size, dtype=dtype, page_size=size).nbytes
-    held, free = model.backend.memory()
-    limit = None if config.memory_limit is None else max(0, config.memory_limit - (held or 0))
-    if limit is not None and held is None and free is not None:  # several memories: `free` respects the limit already
-        limit = free
+    size, context = config.page_size, model.config.context_length
+    page_bytes, state_bytes = _sizes(model, config)
+    limit, slots = _memory_left(model, config), config.max_batch
+    if config.cache_tokens is None and config.cache_bytes is None:
+        context = min(context, LONG_CONTEXT)
+    room = config.cache_bytes or default_bytes(model, config)
     if config.cache_tokens is not None:
         pages = -(-config.cache_tokens // size)
-    elif config.cache_bytes is not None:
-        pages = config.cache_bytes // page_bytes
+        if state_bytes:
+            room = room if limit is None else min(room, limit - pages * page_bytes)
+            slots = max(1, min(slots, room // state_bytes))
     else:
-        share = None if free is None else free // CACHE_SHARE // page_bytes
-        context = min(context, LONG_CONTEXT)
-        wanted = config.max_batch * -(-context // size)
-        pages = max(1, min(each for each in (wanted, share, limit and limit // page_bytes) if each is not None))
-    if pages < 1 or (limit is not None and pages * page_bytes > limit):
-        room = "" if limit is None else f", and memory_limit leaves {limit:,} for the cache"
+        if state_bytes:  # fewer sequences, where otherwise states would take more than half of the room
+            whole = -(-context // size) * page_bytes + state_bytes
+            slots = max(1, min(slots, max(room // whole, room // 2 // state_bytes)))
+        pages = max(0, room - slots * state_bytes) // page_bytes
+    if pages < 1 or (limit is not None and pages * page_bytes + slots * state_bytes > limit):
+        held = f"{page_bytes:,} bytes each"
+        held += f", and states of {state_bytes:,} bytes a sequence" if state_bytes else ""
+        left = "" if limit is None else f", and memory_limit leaves {limit:,} for the cache"
         raise ConfigError(
-            f"the cache would have {pages} pages of {size} tokens, {page_bytes:,} bytes each{room}; "
-            "give it fewer tokens, or more memory",
+            f"the cache would have {pages} pages of {size} tokens, {held}{left}; give it fewer tokens, or more memory",
             field="cache_bytes" if config.cache_bytes is not None else "memory_limit",
         )
     # They size the page table, and a card's tables of positions. A sequence holds at least one page and at most all.
-    slots, capacity = min(config.max_batch, pages), min(context, pages * size)
-    cache = model.new_cache(slots, capacity, dtype=dtype, page_size=size, pages=pages)
+    slots, capacity = min(slots, pages), min(context, pages * size)
+    cache = model.new_cache(slots, capacity, dtype=config.cache_dtype, page_size=size, pages=pages)
     assert isinstance(cache, PagedKVCache)
     return cache
+
+
+def default_bytes(model: LoadedModel, config: EngineConfig, room: int | None = None, count: int = 1) -> int:
+    """Bytes of each of `count` caches where the config does not say: for max_batch whole contexts, at most its share of
+    a quarter of the free memory and of what memory_limit leaves, and at least one page of one sequence.
+
+    room: what the weights and all caches may hold, of which the caches take at most a quarter.
+    """
+    page_bytes, state_bytes = _sizes(model, config)
+    pages = -(-min(model.config.context_length, LONG_CONTEXT) // config.page_size)
+    free, limit = model.backend.memory()[1], _memory_left(model, config)
+    bounds = [None if free is None else free // CACHE_SHARE, limit]
+    if room is not None:
+        bounds += [room // CACHE_SHARE, room - model.weights.nbytes]
+    wanted = config.max_batch * (pages * page_bytes + state_bytes)
+    return max(page_bytes + state_bytes, min([wanted, *(each // count for each in bounds if each is not None)]))
+
+
+def share_memory(model: LoadedModel, config: EngineConfig, room: int | None, count: int) -> EngineConfig:
+    """The config of each of `count` engines of one memory. room: as in `default_bytes`."""
+    if (count == 1 and room is None) or config.cache_tokens is not None or config.cache_bytes is not None:
+        return config
+    return replace(config, cache_bytes=default_bytes(model, config, room, count))
+
+
+def _sizes(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:
+    """Bytes of a page, and of what a sequence has beside its pages."""
+    cache = model.new_cache(1, config.page_size, dtype=config.cache_dtype, page_size=config.page_size)
+    return cache.nbytes - cache.state_bytes, cache.state_bytes
+
+
+def _memory_left(model: LoadedModel, config: EngineConfig) -> int | None:
+    """What `memory_limit` leaves for caches; None: there is no limit."""
+    if config.memory_limit is None:
+        return None
+    held, free = model.backend.memory()
+    if held is None and free is not None:  # several memories: `free` respects the limit already
+        return free
+    return max(0, config.memory_limit - (held or 0))
 
 
 def new_pool(cache: PagedKVCache, config: EngineConfig) -> PagePool:

@@ -23,7 +23,7 @@ from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
-from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull, count_of
+from ..errors import ContextOverflow, GenerationError, QueueFull, count_of
 from ..families.lora import Adapter
 from ..formats.hf.adapter import read_adapter
 from ..generation.chat import default_reply_tokens
@@ -31,7 +31,7 @@ from ..generation.generate import Generations, Prompt, Prompts, check_streamable
 from ..generation.params import SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
 from ..system.options import LARGEST, LONGEST_S, Number
-from .engine_config import EngineConfig, EngineOptions
+from .engine_config import EngineConfig, EngineOptions, take_config
 from .live import LiveView
 from .metrics import EngineMetrics
 from .records import RequestProgress, StepRecord
@@ -61,9 +61,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     def __init__(
         self, model: LoadedModel, config: EngineConfig | None = None, **settings: Unpack[EngineOptions]
     ) -> None:
-        if config is not None and settings:
-            raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
-        self.config = (config if config is not None else EngineConfig.of(**settings)).for_model(model)
+        self.config = take_config(config, settings).for_model(model)
         self._worker = Worker(model, self.config)
         self.metrics: EngineMetrics = self._worker.metrics  # .snapshot(), or .register() for Prometheus
         self.timeline: deque[StepRecord] = self._worker.timeline  # the last steps; the engine appends: copy it to read

@@ -83,8 +83,9 @@ class EngineConfig:
     Memory:
     page_size: Tokens in a page of the cache.
     cache_tokens: Tokens that the cache holds, of all sequences together. By default what max_batch sequences of full
-        length need, at most a quarter of the free memory.
-    cache_bytes: Bytes of the cache, in place of cache_tokens.
+        length need, at most a quarter of the free memory, of all replicas together.
+    cache_bytes: Bytes of the cache of each replica, in place of cache_tokens. What some models (Qwen3.5) have of a
+        sequence beside keys and values is part of it; where that is too much, fewer than max_batch run at a time.
     cache_dtype: Of keys and values, as in `load`; None is the model's own. Texts equal those of a model loaded with it.
     prefix_sharing: Whether common beginnings of prompts are computed once. The texts are the same either way.
     memory_limit: Bytes that the process may hold, or the model on a card; the cache takes at most what is left.
@@ -230,6 +231,13 @@ class EngineConfig:
                 raise
             path, name = sources[error.field]
             raise ConfigError(error.message, path=path, field=name, mentions=error.mentions) from error
+
+
+def take_config(config: EngineConfig | None, settings: EngineOptions) -> EngineConfig:
+    """The config, or one of these settings. Raises ConfigError."""
+    if config is not None and settings:
+        raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
+    return config if config is not None else EngineConfig.of(**settings)
 
 
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
+from .cache_memory import share_memory
 from .engine import Engine
-from .engine_config import EngineConfig, EngineOptions
+from .engine_config import EngineConfig, EngineOptions, take_config
 from .records import RequestProgress
 from .tickets import RequestHandle, RequestStory
 
@@ -65,8 +66,14 @@ class Replicas(Engine):
             engine.close(drain)
 
 
-def start_engines(model: LoadedModel, config: EngineConfig | None = None, **settings: Unpack[EngineOptions]) -> Engine:
-    """An engine on the model, or `replicas` of them."""
-    engine = Engine(model, config, **settings)
-    others = [Engine(model, engine.config) for _ in range(1, engine.config.replicas)]
-    return Replicas([engine, *others]) if others else engine
+def start_engines(
+    model: LoadedModel, config: EngineConfig | None = None, room: int | None = None, **settings: Unpack[EngineOptions]
+) -> Engine:
+    """An engine on the model, or `replicas` of them, which share the memory.
+
+    room: bytes that the weights and, where the config does not say otherwise, the caches may hold.
+    """
+    config = take_config(config, settings)
+    config = share_memory(model, config, room, config.replicas)
+    engines = [Engine(model, config) for _ in range(config.replicas)]
+    return Replicas(engines) if len(engines) > 1 else engines[0]

@@ -7,14 +7,16 @@ import threading
 import weakref
 
 import pytest
+from cli_runs import BACKEND
 from engine_checks import PROMPTS, gist, until
-from helpers import BITNET, GOLDEN, model, run_python, write_checkpoint
+from helpers import BITNET, DATA, GOLDEN, model, run_python, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.errors import (
     BackendUnavailable,
     ConfigError,
     EngineClosed,
+    OutOfMemory,
 )
 from bitnet_ref.serving import EngineConfig
 
@@ -73,6 +75,47 @@ def test_the_default_cache_takes_a_quarter_of_the_free_memory(backend_name, monk
     monkeypatch.setattr(tiny.backend, "memory", lambda: (1000, 1000))
     with tiny.engine(max_batch=3) as engine:
         assert engine.cache.pages == 1
+
+
+def test_states_of_sequences_are_part_of_the_cache(monkeypatch):
+    """Of layers without keys (Qwen3.5). Where they are too large, fewer sequences run at a time."""
+    hybrid = model(DATA / "families" / "qwen3_5-groups128-hybrid", "numpy")
+    one = hybrid.new_cache(1, 16, page_size=16)
+    page, state = one.bytes_per_token * 16, one.state_bytes
+    assert 0 < state == one.nbytes - page
+    assert state == sum(array.nbytes for array in one.states.arrays)
+    room = 6 * state + 7 * page
+    monkeypatch.setattr(hybrid.backend, "memory", lambda: (1000, None))
+    for settings in ({"cache_bytes": room}, {"memory_limit": 1000 + room}):
+        with hybrid.engine(max_batch=64, **settings) as engine:
+            assert engine.cache.slots == min(room // 2 // state, engine.cache.pages)
+            assert engine.cache.state_bytes == engine.cache.slots * state
+            assert room - page < engine.cache.nbytes <= room
+    with hybrid.engine(max_batch=64, memory_limit=1000 + 3 * state + 5 * page, cache_tokens=5 * 16) as engine:
+        assert (engine.cache.slots, engine.cache.pages) == (3, 5)
+    with pytest.raises(
+        ConfigError, match=f"1 pages of 16 tokens, .* and states of {state:,} bytes a sequence, and mem"
+    ):
+        hybrid.engine(memory_limit=1000 + state + page - 1)
+    monkeypatch.setattr(hybrid.backend, "memory", lambda: (None, None))
+    with hybrid.engine(max_batch=3) as engine:  # whole contexts
+        whole = -(-hybrid.config.context_length // 16)
+        assert (engine.cache.slots, engine.cache.pages) == (3, 3 * whole)
+    with pytest.raises(OutOfMemory, match="sequences of 1 tokens does not fit"):
+        hybrid.new_cache(1 << 40, 1)
+
+
+def test_replicas_share_what_memory_there_is(monkeypatch):
+    """Their caches are made one after another, and memory that nothing was written to does not count as held."""
+    tiny = model(GOLDEN / "bitnet-packed-offline", BACKEND, threads=1)
+    page = tiny.new_cache(1, 16, page_size=16).nbytes
+    for limit, free in ((None, 4 * 13 * page), (1000 + 13 * page, None)):
+        monkeypatch.setattr(tiny.backend, "memory", lambda free=free: (1000, free))
+        with tiny.engine(replicas=3, memory_limit=limit) as engine:
+            assert [each.cache.pages for each in engine.engines] == [4, 4, 4]
+    monkeypatch.setattr(tiny.backend, "memory", lambda: (1000, None))
+    with tiny.engine(replicas=2, cache_tokens=32) as engine:
+        assert [each.cache.pages for each in engine.engines] == [2, 2]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

@@ -17,9 +17,9 @@ from server_runs import RunningServer, ServerLimits, events
 
 from bitnet_ref.cli import serve_command
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving import start_engines
 from bitnet_ref.serving.http.events import Reply
 from bitnet_ref.serving.http.tools import ToolReader
-from bitnet_ref.system.sharing import model_files
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 pydantic = pytest.importorskip("pydantic")  # it comes with openai
@@ -661,10 +661,8 @@ def test_models_come_and_go():
 
 def test_a_model_that_is_busy_stays():
     sources = {"a": STORY, "b": GOLDEN / "bitnet-packed-offline"}
-    file_bytes = sum(file.stat().st_size for file in model_files(STORY))
-    with RunningServer(sources, budget=file_bytes, settings={"cache_tokens": 2048}) as server:
+    with RunningServer(sources, budget=bytes_held(STORY, 2048), settings={"cache_tokens": 2048}) as server:
         assert loaded(server) == ["a"]
-        server.shelf._budget = server.shelf.places["a"].nbytes
         busy = {"model": "a", "prompt": "Alice", "stream": True, "max_tokens": 200, "ignore_eos": True, "n": 8}
         stream = server.open_request("/v1/completions", busy)
         until(lambda: server.shelf.places["a"].engine.requests)
@@ -677,13 +675,17 @@ def test_a_model_that_is_busy_stays():
 def test_the_model_that_was_unused_longest_leaves(tmp_path):
     tiny = GOLDEN / "bitnet-packed-offline"
     sources = {name: shutil.copytree(tiny, tmp_path / name) for name in "abcd"}
-    file_bytes = sum(file.stat().st_size for file in model_files(tiny))
-    with RunningServer(sources, budget=file_bytes, settings={"cache_tokens": 256}) as server:
-        assert loaded(server) == ["a"]  # at first as many as the budget allows, and one at least
+    with RunningServer(sources, budget=bytes_held(tiny, 256), settings={"cache_tokens": 256}) as server:
+        assert loaded(server) == ["a"]  # at first as many as the budget allows
         server.shelf._budget = 3 * server.shelf.places["a"].nbytes
         for name in "bcad":
             assert server.post("/tokenize", {"model": name, "prompt": "x"})[0] == 400  # it has no tokenizer
         assert loaded(server) == ["a", "c", "d"]
+
+
+def bytes_held(path, cache_tokens):
+    with start_engines(model(path, BACKEND, threads=1), cache_tokens=cache_tokens, max_batch=8, page_size=4) as engine:
+        return engine.model.weights.nbytes + engine.cache.nbytes
 
 
 def loaded(server):

@@ -49,16 +49,16 @@ class Place:
 class ModelShelf:
     """The engines of a server.
 
-    sources: file or folder of each model; several names of one path share its engine. open_engine: loads one.
-    budget_bytes: what all loaded models may hold together, weights and caches; before another one is loaded, the idle
-    ones longest unused are dropped. idle_s: one that has been idle for so long is dropped. None: no limit. default: the
-    name that is meant where a request has none, or one that is not served.
+    sources: file or folder of each model; several names of one path share its engine. open_engine: loads one, given
+    the bytes of the budget that are left for it. budget_bytes: what all loaded models may hold together, weights and
+    caches; where another one needs it, the idle ones longest unused are dropped. idle_s: one that has been idle for so
+    long is dropped. None: no limit. default: the name that is meant where a request has none, or one not served.
     """
 
     def __init__(
         self,
         sources: Mapping[str, Path],
-        open_engine: Callable[[Path], Engine],
+        open_engine: Callable[[Path, int | None], Engine],
         budget_bytes: int | None = None,
         idle_s: float | None = None,
         adapters: Mapping[tuple[str, str], Path] = MappingProxyType({}),
@@ -103,11 +103,14 @@ class ModelShelf:
     async def load_first(self) -> None:
         """Load the models in their order, as many as the budget allows: with several, at least the first."""
         for number, place in enumerate(self.unique_places):
-            if number and self._budget is not None and self._held() + _file_bytes(place.source) > self._budget:
-                break
             async with place.lock:
                 if place.engine is None:  # no request was earlier
-                    await self._load(place)
+                    try:
+                        await self._load(place, drops=False)
+                    except (RequestError, OutOfMemory):
+                        if not number:
+                            raise
+                        break  # requests make room for the others
         self.is_ready = True
 
     @asynccontextmanager
@@ -144,34 +147,48 @@ class ModelShelf:
             text = "cannot be loaded now; the server's log has the cause"
             raise RequestError(f"{place.name} {text}", "model", 503, "model_unavailable") from error
 
-    async def _load(self, place: Place) -> None:
+    async def _load(self, place: Place, drops: bool = True) -> None:
+        """drops: whether idle models may be dropped for it. Raises RequestError where they or others hold the budget,
+        OutOfMemory where the model alone exceeds it."""
         needed = place.nbytes or _file_bytes(place.source)
-        while self._budget is not None and self._held() + needed > self._budget:
-            idle = [each for each in self.unique_places if each.is_idle]
-            if not idle:
-                held = ", ".join(each.name for each in self.unique_places if each.engine or each.is_loading)
-                text = f"needs {needed:,} bytes, and the server's budget of {self._budget:,} is held by: {held}"
-                if not held:
-                    raise OutOfMemory(f"model {place.name} needs {needed:,} bytes; the budget is {self._budget:,}")
-                raise RequestError(f"{place.name} {text}; try again later", "model", 503, "model_unavailable")
-            await self._drop(min(idle, key=lambda each: each.last_used_s))
+        await self._make_room(place, needed, drops)
         started, place.nbytes, place.is_loading = time.monotonic(), needed, True
+        room = None if self._budget is None else max(0, self._budget - self._held(but=place))
         try:
-            place.engine = await asyncio.to_thread(self._open_adapted, place)
+            place.engine = await asyncio.to_thread(self._open_adapted, place, room)
         finally:
             place.is_loading = False
         engines = place.engine.engines
         for engine in engines:
             engine.metrics.labels["model_name"] = place.name
         place.nbytes = await asyncio.to_thread(_bytes_of, engines)  # not here: a large model is finished for it
+        try:
+            await self._make_room(place, place.nbytes, drops)  # it may be more than was thought
+        except (RequestError, OutOfMemory):
+            await asyncio.to_thread(place.engine.close)
+            place.engine = None
+            raise
         await asyncio.to_thread(weight_hash, place.engine.model.weights)  # for fingerprints; it is kept
         duration_s = time.monotonic() - started
         log.info("model %s loaded in %.1f s: %.0f MB of memory", place.name, duration_s, place.nbytes / 1e6)
 
-    def _open_adapted(self, place: Place) -> Engine:
+    async def _make_room(self, place: Place, needed: int, drops: bool) -> None:
+        """Drop idle models until the budget has so many bytes for this one. Raises what `_load` raises."""
+        if self._budget is not None and needed > self._budget:
+            raise OutOfMemory(f"model {place.name} needs {needed:,} bytes; the budget is {self._budget:,}")
+        while self._budget is not None and self._held(but=place) + needed > self._budget:
+            others = [each for each in self.unique_places if each is not place]
+            idle = [each for each in others if each.is_idle]
+            if not idle or not drops:
+                held = ", ".join(each.name for each in others if each.engine or each.is_loading)
+                text = f"needs {needed:,} bytes, and the server's budget of {self._budget:,} is held by: {held}"
+                raise RequestError(f"{place.name} {text}; try again later", "model", 503, "model_unavailable")
+            await self._drop(min(idle, key=lambda each: each.last_used_s))
+
+    def _open_adapted(self, place: Place, room: int | None) -> Engine:
         """The engine of a model, with its adapters."""
         with ExitStack() as stack:
-            engine = self._open(place.source)
+            engine = self._open(place.source, room)
             stack.callback(engine.close)
             for each in self.places.values():
                 if each.base is place:
@@ -179,8 +196,9 @@ class ModelShelf:
             stack.pop_all()
         return engine
 
-    def _held(self) -> int:
-        return sum(place.nbytes for place in self.unique_places if place.engine is not None or place.is_loading)
+    def _held(self, but: Place) -> int:
+        others = [place for place in self.unique_places if place is not but]
+        return sum(place.nbytes for place in others if place.engine is not None or place.is_loading)
 
     async def _drop(self, place: Place) -> None:
         async with place.lock:
