@@ -186,7 +186,7 @@ def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-GEMMA, QWEN, HYBRID, WINDOW = "embedding-gemma3", "qwen3-groups128", "qwen3_5-groups128-hybrid", "mistral-dense-window8"
+QWEN, HYBRID, WINDOW = "qwen3-groups128", "qwen3_5-groups128-hybrid", "mistral-dense-window8"
 # fmt: off
 MISTAKES = (
     Mistake("positions_restart", ("positions_restart",), positions=lambda p, s: p - s),

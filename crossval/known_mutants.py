@@ -149,8 +149,8 @@ KNOWN: dict[str, str] = {
     "serving/http/shelf.py Place: last_used_s: float = 0.0 -> last_used_s: float = (1.0)": (
         "it is set whenever a model that was borrowed is given back, and before that the model is not loaded"
     ),
-    "serving/http/app.py: return Response(status_code=499) # nobody reads it -> return "
-    "Response(status_code=(500)) # nobody reads it": ("the client has gone away"),
+    "serving/http/app.py: return Response(status_code=499) # the client has gone -> return "
+    "Response(status_code=(500)) # the client has gone": ("the client has gone away"),
     "serving/http/server.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
     "serving/http/tool_formats.py read_json_call: letter = yield from read_value(first, parts.append) -> letter "

@@ -10,11 +10,12 @@ from typing import get_type_hints
 
 import numpy as np
 import pytest
-from helpers import BITNET, GOLDEN, TINY, golden, model, tiny_tensors, write_checkpoint
+from helpers import BITNET, DATA, GOLDEN, TINY, golden, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref import DeviceOptions, LoadOptions
 from bitnet_ref.api import LoadKeywords
+from bitnet_ref.backends import loaded
 from bitnet_ref.backends.options import ComputeOptions
 from bitnet_ref.cli.generation_options import name_model
 from bitnet_ref.errors import (
@@ -296,6 +297,20 @@ def test_logits_of_a_batch(backend_name):
     assert isinstance(matrix, list)
     np.testing.assert_array_equal(matrix[1], m.logits([3, 4]))
     assert [each.shape for each in m.logits([[1, 2]])] == [(2, 320)]
+
+
+@pytest.mark.parametrize("path", [GOLDEN / "llama-dense", DATA / "families" / "qwen3_5-groups128-hybrid"])
+def test_logits_in_several_passes(backend_name, monkeypatch, path):
+    """Of more tokens than a pass takes: rows go into one pass as long as they fit, and a long row into several."""
+    m, passes = model(path, backend_name), []
+    rows = [[1, 5, 9], [7, 2], [3, 3, 3, 8, 2, 4, 1], [6]]
+    expected = [m.logits(row) for row in rows]
+    monkeypatch.setattr(loaded, "LOGITS_TOKENS", 3)
+    monkeypatch.setattr(m, "run", lambda batch, cache: passes.append(len(batch)) or type(m).run(m, batch, cache))
+    for found, right in zip(m.logits(rows), expected, strict=True):
+        np.testing.assert_array_equal(found, right)
+    assert passes == [3, 2, 3, 3, 2]
+    np.testing.assert_array_equal(m.logits(rows[2]), expected[2])
 
 
 def test_logits_of_texts(backend_name):

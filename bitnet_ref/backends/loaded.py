@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 Watcher = Callable[[Backend, ModelConfig, TokenBatch, KVCache], AbstractContextManager[Backend]]
 
 MIN_STEPPED_BYTES = 256 << 20
+LOGITS_TOKENS = 1 << 15  # of a pass: their intermediates take memory, and a card's kernels take fewer than 2^16
 MAX_ADAPTED = 64  # adapters, and batches of several, whose weights are kept
 NO_ADAPTERS: Mapping[int, Adapter | None] = MappingProxyType({})
 _CLOSED = "this model was closed and its weights were freed; load it again"
@@ -307,20 +308,19 @@ class LoadedModel:
     def logits(
         self, token_ids: str | Sequence[int] | NDArray[np.integer] | list[str] | Sequence[Sequence[int]]
     ) -> Floats | list[Floats]:
-        """One full forward pass.   token_ids (T,) ints, or a text for the model's tokenizer -> (T, V) in the backend's
-        dtype
+        """One full forward pass (more than LOGITS_TOKENS in several).   token_ids (T,) ints, or a text for the model's
+        tokenizer -> (T, V) in the backend's dtype
 
         A list of token lists or texts gives a list of arrays, each equal to that of its tokens alone.
 
         Raises GenerationError for an empty list, an id outside the vocabulary, or more tokens than the model's context.
         """
-        if not _is_batch(token_ids):
-            tokens = self._encode(token_ids)
-            return self.run(TokenBatch.of([(0, 0, tokens)]), self.new_cache(1, len(tokens))).all()
-        rows = [self._encode(row) for row in token_ids]
-        batch = TokenBatch.of([(slot, 0, row) for slot, row in enumerate(rows)])
-        logits = self.run(batch, self.new_cache(len(rows), max(map(len, rows)))).all()
-        return np.split(logits, np.cumsum([len(row) for row in rows])[:-1])
+        is_batch = _is_batch(token_ids)
+        rows = [self._encode(row) for row in (token_ids if is_batch else [token_ids])]
+        cache = self.new_cache(len(rows), max(map(len, rows)))
+        passes = [self.run(TokenBatch.of(parts), cache).all() for parts in _passes_of(rows)]
+        every = passes[0] if len(passes) == 1 else np.concatenate(passes)
+        return np.split(every, np.cumsum([len(row) for row in rows])[:-1]) if is_batch else every
 
     def run_with_cache(
         self, token_ids: Sequence[int] | str, names_filter: NamesFilter = None
@@ -401,6 +401,20 @@ class LoadedModel:
         self._adapted = AdaptedWeights(self.backend)
         gc.collect()  # the requests of an engine are cycles that hold the weights, and its cache on the backend
         self.backend.close()
+
+
+def _passes_of(rows: Sequence[NDArray[np.int64]]) -> list[list[tuple[int, int, NDArray[np.int64]]]]:
+    """The parts of passes of at most LOGITS_TOKENS tokens: of each row, in a slot of its own."""
+    passes, room = list[list[tuple[int, int, NDArray[np.int64]]]](), 0
+    for slot, row in enumerate(rows):
+        for start in range(0, len(row), LOGITS_TOKENS):
+            ids = row[start : start + LOGITS_TOKENS]
+            if len(ids) > room:
+                passes.append([])
+                room = LOGITS_TOKENS
+            passes[-1].append((slot, start, ids))
+            room -= len(ids)
+    return passes
 
 
 def _is_batch(token_ids: Any) -> bool:

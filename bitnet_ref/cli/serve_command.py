@@ -45,9 +45,11 @@ KEEP_ALIVE_S = 75  # more than clients keep idle connections (httpx 5 s, proxies
 
 
 def check_keys(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys. Raises ConfigError for a blank one: a variable that was not set would open the server to everyone."""
-    given = values or (os.environ.get(KEY_VARIABLE, "unset"),)  # click takes a blank variable for none
-    if not all(key.strip() for key in given):
+    """The keys, or the one of the environment, which may hold blanks. Raises ConfigError for one that is blank: a
+    variable that was not set would open the server to everyone."""
+    if not values and KEY_VARIABLE in os.environ:
+        values = (os.environ[KEY_VARIABLE],)
+    if not all(key.strip() for key in values):
         message = f"a key is blank; give one, or leave --api-key out and unset {KEY_VARIABLE} to serve without keys"
         raise ConfigError(message, field="--api-key")
     return tuple(key.strip() for key in values)
@@ -68,8 +70,7 @@ def check_names(**names: tuple[str, ...]) -> None:
 @click.option(
     *("--api-key", "api_keys"),
     multiple=True,
-    envvar=KEY_VARIABLE,
-    help="Clients need one of these keys.",
+    help=f"Clients need one of these keys.  [env var: {KEY_VARIABLE}, one key]",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/operating.md).")
 @declared_option(EngineConfig, "backend", help="As in generate.  [default: the config's]")

@@ -153,7 +153,7 @@ class Comparison:
 
     @property
     def gaps(self) -> list[str]:
-        """One sentence each for the names that nobody knows, and for tensors that the candidate has not recorded."""
+        """One sentence each for unknown names, and for tensors that the candidate has not recorded."""
         last = f" (the layers are blocks.0 to blocks.{self.layers - 1})"
         names = []
         for name, near in self.unknown.items():

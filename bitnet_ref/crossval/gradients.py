@@ -79,14 +79,14 @@ def cross_gradients(folder: Path, path: Path) -> GradientVerdict:
         tensors = {name: file.read(name) for name in file.tensors}
         try:
             settings: dict[str, Any] = json.loads(file.metadata.get("optimizer", "{}"))
-            step = Step(trainer, np.atleast_2d(tensors.pop("tokens")).astype(np.int64), dict(settings))
+            step = TrainingStep(trainer, np.atleast_2d(tensors.pop("tokens")).astype(np.int64), dict(settings))
         except (ValueError, TypeError) as problem:
             raise FormatError("expected a JSON object of AdamW's settings", path=path, field="optimizer") from problem
     return judge(step, tensors, path)
 
 
 @dataclass(eq=False)
-class Step:
+class TrainingStep:
     """A training step from given masters, which can be taken again with one thing changed."""
 
     trainer: Trainer
@@ -111,7 +111,7 @@ class Step:
         return out
 
 
-def judge(step: Step, theirs: Tensors, path: Path | None = None) -> GradientVerdict:
+def judge(step: TrainingStep, theirs: Tensors, path: Path | None = None) -> GradientVerdict:
     """The verdict on another trainer's tensors of the same step."""
     wants_masters = any(name.startswith("master.") for name in theirs)
     ours = step.take(masters=wants_masters)
@@ -182,7 +182,7 @@ class Mistake:
     update: Callable[[Masters, Masters, dict[str, Any]], None] | None = None
 
 
-def known_mistakes(step: Step, ours: Masters, theirs: Tensors) -> Iterator[Mistake]:
+def known_mistakes(step: TrainingStep, ours: Masters, theirs: Tensors) -> Iterator[Mistake]:
     """Every mistake on the list, and a common factor of all gradients if there is one."""
     names = [name for name in theirs if name.startswith("grad.")]
     ratios = [float(np.vdot(theirs[n], ours[n]) / np.vdot(ours[n], ours[n])) for n in names if ours[n].any()]

@@ -14,8 +14,8 @@ The file is read into memory: what was compared is what is computed with, whatev
 and one that changes its bytes changes their weights; bitnet_ref only ever replaces it, which is harmless.
 
 Measured with a model of 2B-4T's size, files in the system's cache, 2 threads: reading the model takes 1.9 s, this file
-0.4 s, mapping it 0.07 s, each with the hash compared. Decoding from the map is 6-9% slower than from memory of its own,
-which has huge pages.
+0.4 s, mapping it 0.07 s, each with the hash compared. Decoding from the map is 6 to 9% slower than from memory of its
+own, which has huge pages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .safetensors import SafetensorsFile, content_hash, dtype_name, write_arrays
 
 log = logging.getLogger(__name__)
 
-FOLDER = ".bitnet_ref"  # a folder beside the model, so that nobody mistakes the cache for a file of the model
+FOLDER = ".bitnet_ref"  # a folder beside the model, so that it is not taken for a file of the model
 VERSION = 7
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096

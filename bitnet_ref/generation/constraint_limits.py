@@ -48,9 +48,9 @@ def check_size(guide: str, text: str) -> None:
     _at_most(guide, "bytes", len(text.encode(errors="surrogatepass")), MAX_BYTES)
 
 
-def check_choices(texts: Sequence[str], guide: str = "guided_choice") -> None:
+def check_choices(texts: Sequence[str]) -> None:
     """Raise GenerationError for a string that is too long."""
-    _at_most(guide, "characters of a string", max(map(len, texts)), MAX_LITERAL)
+    _at_most("guided_choice", "characters of a string", max(map(len, texts)), MAX_LITERAL)
 
 
 def check_regex(text: str, guide: str = "guided_regex", max_nesting: int = MAX_NESTING) -> None:
@@ -112,8 +112,9 @@ class _Lexeme(NamedTuple):
     value: Any = None  # of "json"
 
 
-def check_grammar(text: str, guide: str = "guided_grammar") -> None:
+def check_grammar(text: str) -> None:
     """Raise GenerationError for a Lark grammar that llguidance could not compile within STACK_BYTES, or slowly."""
+    guide = "guided_grammar"
     check_size(guide, text)
     if text.lstrip().startswith("{"):  # llguidance's own form, in which a grammar can be anything
         message = "expected a Lark grammar, got JSON; a schema belongs in guided_json"
@@ -163,12 +164,12 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 # -- JSON schemas ------------------------------------------------------------------------------------------------------
 
 
-def read_schema(value: str | Mapping[str, Any] | bool, guide: str = "guided_json") -> str:
+def read_schema(value: str | Mapping[str, Any] | bool) -> str:
     """The text of a JSON schema, checked. Raises GenerationError; ValueError and TypeError for what is no JSON."""
     text = value if isinstance(value, str) else json.dumps(dict(value) if isinstance(value, Mapping) else value)
-    check_size(guide, text)
+    check_size("guided_json", text)
     schema = json.loads(text)
-    check_schema(schema, guide)
+    check_schema(schema)
     return json.dumps(schema)  # so that llguidance reads what was checked
 
 

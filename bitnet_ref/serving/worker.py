@@ -303,7 +303,6 @@ class Worker:
         self._expire()
         begin, steps = time.perf_counter(), 0
         plan = self._scheduler.plan()
-        self.metrics.add("num_preemptions", len(plan.stopped))
         if plan.pieces:
             start = time.perf_counter()
             self._note_starts(plan, start)
@@ -436,6 +435,7 @@ class Worker:
         scheduler.step_s, parts = seconds, tuple[StepPart, ...]()
         metrics.counters["prefix_cache_queries"] = scheduler.asked_tokens
         metrics.counters["prefix_cache_hits"] = scheduler.cached_tokens
+        metrics.counters["num_preemptions"] = scheduler.stops
         for index, pieces in enumerate(steps):
             metrics.observe("engine_step_seconds", seconds)
             metrics.add("engine_steps")

@@ -293,20 +293,20 @@ class Trainer:
         return rows
 
     @contextmanager
-    def _workers(self) -> Iterator[ThreadPoolExecutor | Here]:
+    def _workers(self) -> Iterator[ThreadPoolExecutor | NoPool]:
         """A thread for each sequence in work, in which BLAS uses that thread alone. One thread, or a card: this one."""
         if self.backend == "cupy":
-            yield Here()
+            yield NoPool()
             return
         with blas_threads(1):
             if self.threads == 1:  # a pool's hand-over takes an eighth of a small model's step
-                yield Here()
+                yield NoPool()
                 return
             with ThreadPoolExecutor(self.threads) as pool:
                 yield pool
 
 
-class Here:
+class NoPool:
     """What a pool of threads does, at once in the thread that asks."""
 
     map = staticmethod(map)

@@ -504,7 +504,7 @@ def test_serve_reads_weights_as_it_is_told(set_up):
     result = invoke("serve", path, "--port", 0, "--activations", "blocks", "--backend", "numpy")
     assert result.exit_code == 0, result.output
     ((shelf, _, _),) = set_up.apps
-    with shelf._open(path) as engine:
+    with shelf._open(path, None) as engine:
         served = engine.model.logits([1, 444, 300])
     rules = [load(path, backend="numpy", activations=each).logits([1, 444, 300]) for each in ("blocks", "auto")]
     np.testing.assert_array_equal(served, rules[0])
@@ -519,9 +519,9 @@ def test_serve_makes_engines_as_it_is_told(set_up, monkeypatch, tmp_path):
     chosen = ("--backend", "numpy", "--replicas", 2, "--generation-defaults", "plain", "--threads", 1)
     for options in (chosen, ()):
         assert invoke("serve", "--port", 0, "--config", tmp_path / "c.toml", *options).exit_code == 0
-        set_up.apps[-1][0]._open(Path("m"))
-    (path, config, rest), (_, of_file, _) = made
-    assert (path, config.page_size, config.backend, config.replicas) == (Path("m"), 32, "numpy", 2)
+        set_up.apps[-1][0]._open(Path("m"), 10**9)
+    (path, config, room, rest), (_, of_file, *_) = made
+    assert (path, room, config.page_size, config.backend, config.replicas) == (Path("m"), 10**9, 32, "numpy", 2)
     assert (config.generation_defaults, rest["threads"]) == ("plain", 1)
     assert (of_file.replicas, of_file.generation_defaults) == (3, "model")
 

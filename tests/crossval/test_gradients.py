@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from training.test_trainer import CASES, folder_of, golden_of
 
 from bitnet_ref.cli import cli
-from bitnet_ref.crossval.gradients import MISTAKES, Mistake, Step, cross_gradients, judge
+from bitnet_ref.crossval.gradients import MISTAKES, Mistake, TrainingStep, cross_gradients, judge
 from bitnet_ref.errors import FormatError
 from bitnet_ref.training import Trainer
 
@@ -22,7 +22,7 @@ def step(tmp_path_factory):
     for master in trainer.masters.values():  # the initial norms are 1, which hides mistakes
         if master.ndim == 1:
             master *= np.linspace(0.5, 1.5, len(master), dtype=np.float32)
-    return Step(trainer, golden_of("bitnet-relu2")["tokens"][0], SETTINGS)
+    return TrainingStep(trainer, golden_of("bitnet-relu2")["tokens"][0], SETTINGS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,7 +75,7 @@ def test_a_mistake_on_no_list_has_no_cause(step):
 
 def test_the_command(step, tmp_path):
     folder = folder_of("bitnet-relu2", tmp_path / "case")
-    own = Step(Trainer.from_folder(folder), step.tokens, SETTINGS)
+    own = TrainingStep(Trainer.from_folder(folder), step.tokens, SETTINGS)
     mistake = next(m for m in MISTAKES if m.description.startswith("Adam's"))
     metadata = {"optimizer": json.dumps(SETTINGS)}
     for trace, code, words in ((own.take(), 0, "AGREES"), (own.take(mistake), 1, "bias correction")):

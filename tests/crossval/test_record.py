@@ -16,7 +16,7 @@ TOKENS = [1, 17, 5, 23, 9]
 
 
 def documented_shapes(cfg, n):
-    """{name: (shape, dtype)} as the docstring of tracing/record.py lists them, in the order of the computation."""
+    """{name: (shape, dtype)} as the docstring of backends/record.py lists them, in the order of the computation."""
     d_model, heads, kv, head = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     f32, ternary = np.float32, cfg.quantization is not None
     shapes = {"hook_embed": ((n, d_model), f32)}

@@ -100,6 +100,34 @@ def test_large_bodies_are_read_in_a_thread_of_their_own():
     assert {nbytes: asyncio.run(read(nbytes)) for nbytes in kinds} == kinds
 
 
+def test_what_was_given_up_computes_beside_nothing():
+    """The thread goes on with the first; those that had not begun are dropped."""
+    running, most, done, ends = 0, 0, [], threading.Event()
+
+    def compute(number):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        ends.wait(20)
+        running -= 1
+        done.append(number)
+
+    async def give_up():
+        count = Admission(ServerLimits())
+        _current.set(_Intake(is_read=True))
+        tasks = [asyncio.create_task(count.compute(compute, number)) for number in range(6)]
+        while not running:
+            await asyncio.sleep(0.001)
+        for task in tasks[:5]:
+            task.cancel()
+        await asyncio.sleep(0.01)  # until they are
+        ends.set()
+        await tasks[5]
+
+    asyncio.run(give_up())
+    assert (most, done) == (1, [0, 5])
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/nothing"])
 def test_a_request_leaves_when_it_has_ended(server, path):
     for body in ({"prompt": "Alice"}, {"prompt": 7}, {}):

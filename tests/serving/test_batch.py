@@ -142,7 +142,7 @@ def read_journal(path, header=b'{"model": "m"}'):
 def test_the_journal_of_an_interrupted_run(tmp_path):
     """Whole answers stay with their places; those of a fault are computed again, and a torn line is cut off."""
     statuses = {"a": 200, "b": 503, "c": 404}
-    jobs = [batch_module.Job(digit * 64, custom_id="\u00e9", status=status) for digit, status in statuses.items()]
+    jobs = [batch_module.BatchLine(digit * 64, custom_id="\u00e9", status=status) for digit, status in statuses.items()]
     lines = [job.line().encode() for job in jobs]
     assert [json.loads(line)["id"] for line in lines] == ["batch_req_" + digit * 32 for digit in "abc"]
     assert '"custom_id":"\u00e9"'.encode() in lines[0]  # as it was written
@@ -172,7 +172,7 @@ def test_the_journal_of_an_interrupted_run(tmp_path):
 
 def test_one_damaged_byte_anywhere_in_a_journal(tmp_path):
     """It is never taken for an answer: the line is computed again, or the file refused."""
-    job = batch_module.Job("a" * 64, custom_id="x", body={"choices": [{"text": "one day"}]})
+    job = batch_module.BatchLine("a" * 64, custom_id="x", body={"choices": [{"text": "one day"}]})
     path, line = tmp_path / "journal", job.line().encode()
     read_journal(path)
     header = path.read_bytes()
@@ -192,10 +192,10 @@ def test_one_damaged_byte_anywhere_in_a_journal(tmp_path):
 
 
 def test_an_answer_that_is_no_text_is_its_lines_error():
-    job = batch_module.Job("a" * 64, custom_id="\ud800", body={"text": "\udfff"})
+    job = batch_module.BatchLine("a" * 64, custom_id="\ud800", body={"text": "\udfff"})
     answer = json.loads(job.line().encode())
     assert (answer["custom_id"], answer["response"]["status_code"]) == ("?", 500)
-    job = batch_module.Job("a" * 64, custom_id="x", body={"number": float("inf")})
+    job = batch_module.BatchLine("a" * 64, custom_id="x", body={"number": float("inf")})
     assert json.loads(job.line())["response"]["status_code"] == 500
 
 

@@ -858,6 +858,12 @@ def test_a_blank_key_is_refused(monkeypatch, arguments, variable):
     assert len(invoke("serve", *arguments).stderr.splitlines()) == 1
 
 
+def test_the_variable_holds_one_key_and_the_option_goes_before_it(monkeypatch):
+    monkeypatch.setenv("BITNET_REF_API_KEY", " correct horse battery ")
+    assert serve_command.check_keys(()) == ("correct horse battery",)
+    assert serve_command.check_keys(("a", "b c")) == ("a", "b c")
+
+
 def test_a_template_that_is_none_is_an_error_at_the_start(tmp_path):
     (tmp_path / "chat.jinja").write_text("a\n{% if %}")
     result = invoke("serve", "--port", "0", "--chat-template", f"@{tmp_path / 'chat.jinja'}")

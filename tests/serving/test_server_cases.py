@@ -1130,7 +1130,7 @@ def test_whoever_starts_the_server_is_told_when_it_has_loaded(error):
     server, told = RunningServer({"storyteller": STORY}), []
     server.app.state.on_loaded = told.append
     if error is not None:
-        server.shelf._open = lambda path: (_ for _ in ()).throw(error)
+        server.shelf._open = lambda path, room: (_ for _ in ()).throw(error)
     server.thread.start()
     until(lambda: told)
     assert told == [error]

@@ -24,6 +24,7 @@ TROUBLES = {  # floats.cuh: enum Trouble
     5: "dense_matmul: token {}, rounded to 16 bits,",
 }
 TAKE_ROWS = 6
+SHELF_ROOM = 2  # caches whose storage is kept
 
 
 class EmulatedArray(np.ndarray):
@@ -77,8 +78,7 @@ class Arena:
 class Shelf:
     """The storage of dropped caches, by shape: the last few, until a new cache takes them or the memory is needed."""
 
-    def __init__(self, room: int = 2) -> None:
-        self._room = room
+    def __init__(self) -> None:
         self._kept: dict[Hashable, Any] = {}
 
     def take(self, shape: Hashable) -> Any:
@@ -86,10 +86,10 @@ class Shelf:
         return self._kept.pop(shape, None)
 
     def put(self, shape: Hashable, storage: Any) -> None:
-        """Keep it, unless the one that is there has recorded steps and this one none; drop the oldest beyond `room`."""
+        """Keep it, unless the one that is there has recorded steps and this one none; drop the oldest of too many."""
         old = self._kept.pop(shape, None)
         self._kept[shape] = old if old is not None and old.steps and not storage.steps else storage
-        while len(self._kept) > self._room:
+        while len(self._kept) > SHELF_ROOM:
             self._kept.pop(next(iter(self._kept)))
 
     def clear(self) -> bool:

@@ -1,8 +1,8 @@
 """What it means when config.json has a key that the reader of its family does not take: nothing, a doubt, or an error.
 
 transformers ignores a key that its class does not read, so the key cannot change what the model computes. We ignore it
-too and report a `Doubt`. Two kinds of keys are errors all the same: those of another function, which whoever wrote the
-file wanted to be computed, and those of another packing of the weights.
+too and report a `Doubt`. Two kinds of keys are errors all the same: those that ask for another function, and those
+of another packing of the weights.
 """
 
 from __future__ import annotations

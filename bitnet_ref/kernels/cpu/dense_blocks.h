@@ -1,4 +1,4 @@
-/* Weights of dense matrices in blocks (reference/blocks.py), widened to float32 in registers, exactly as NumPy does.
+/* Weights of dense matrices in blocks (families/blocks.py), widened to float32 in registers, exactly as NumPy does.
  *
  * A weight is scale * q + offset. The product has at most 24 bits, so that it makes no difference whether that is fused
  * (but for the sign of a 0, which no sum shows).

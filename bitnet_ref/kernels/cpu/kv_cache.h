@@ -1,7 +1,7 @@
 /* What one token sees of one kv head in a paged cache (keys and values at positions first to first + n_keys - 1), and
  * how a row of a key or value, d floats of one kv head, is stored.
  *
- * Plain version: KVCache.visible and backends/cache_dtypes.py (widen, narrow), which these follow bit by bit: a row is
+ * Plain version: KVCache.visible and backends/paged_cache.py (widen, narrow), which these follow bit by bit: a row is
  * float32, the nearest float16 (half to even), or int8 with a scale of its own. */
 #ifndef BITNET_REF_KV_CACHE_H
 #define BITNET_REF_KV_CACHE_H
@@ -198,7 +198,7 @@ static inline void narrow_floats(int to_half, const float *x, size_t n, float *y
 }
 
 static inline void kv_int8(const float *x, size_t d, int8_t *x_q, float *scale) {
-    float largest = 1e-30f; /* backends/cache_dtypes.MIN_ABSMAX */
+    float largest = 1e-30f; /* backends/paged_cache.MIN_ABSMAX */
     for (size_t i = 0; i < d; i++) {
         const float size = fabsf(x[i]);
         largest = size > largest ? size : largest;

@@ -59,6 +59,7 @@ class Admission:
     def __init__(self, limits: ServerLimits) -> None:
         self.limits, self.running, self.nbytes = limits, 0, 0
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large-body")
+        self._model = ThreadPoolExecutor(1, thread_name_prefix="embeddings")
 
     async def read(self, request: Request) -> bytes:
         """The body of a request, which is admitted then until its response has ended. Raises RequestError."""
@@ -102,11 +103,16 @@ class Admission:
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """function(*args) in a thread. Raises RequestTimeout when the request's time is over; the thread goes on."""
-        intake = _current.get()
-        executor = self._large if intake.nbytes > LARGE_BODY else None
+        return await self._in(self._large if _current.get().nbytes > LARGE_BODY else None, function, *args)
+
+    async def compute(self, function: Callable[..., T], *args: object) -> T:
+        """The same for passes of a model: one at a time, also of requests that were given up, beside the engines."""
+        return await self._in(self._model, function, *args)
+
+    async def _in(self, executor: ThreadPoolExecutor | None, function: Callable[..., T], *args: object) -> T:
         call = partial(copy_context().run, function, *args)
         try:
-            async with asyncio.timeout_at(intake.deadline_s):
+            async with asyncio.timeout_at(_current.get().deadline_s):
                 return await asyncio.get_running_loop().run_in_executor(executor, call)
         except TimeoutError:
             raise RequestTimeout(f"the request is not finished after {self.limits.request_timeout_s:g} s") from None

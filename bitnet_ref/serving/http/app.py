@@ -41,7 +41,7 @@ RETRY_AFTER_S = {429: "1", 503: "5"}
 async def answer_failure(request: Request, error: Exception) -> Response:
     """The answer to a request that failed, or was refused."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has gone
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers, error = dict(error.headers or {}), RequestError(error.detail, status=error.status_code)

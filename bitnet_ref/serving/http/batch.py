@@ -81,7 +81,7 @@ class BatchSummary:
 
 
 @dataclass
-class Job:
+class BatchLine:
     """A line, on its way to its answer."""
 
     digest: str
@@ -132,10 +132,10 @@ def batch_id(line: bytes) -> str:
 
 def answer_lines(server: BatchServer, lines: Sequence[bytes]) -> list[str]:
     """The output line of each line: the answer, or what was wrong with it."""
-    jobs: list[Job] = []
+    jobs: list[BatchLine] = []
     with ExitStack() as stack:
         for line in lines:
-            job = Job(digest_of(line))
+            job = BatchLine(digest_of(line))
             try:
                 _start(server, job, line, jobs)
             except Exception as error:  # whatever a line does, the others are answered
@@ -148,7 +148,7 @@ def answer_lines(server: BatchServer, lines: Sequence[bytes]) -> list[str]:
         return [job.line() for job in jobs]
 
 
-def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -> None:
+def _start(server: BatchServer, job: BatchLine, data: bytes, earlier: Sequence[BatchLine]) -> None:
     """Check the line, and submit its texts to the engine. Raises RequestError and what the engine raises."""
     if len(data) > MAX_LINE_BYTES:
         raise RequestError(f"the line has more than {MAX_LINE_BYTES} bytes, which is the maximum", status=413)

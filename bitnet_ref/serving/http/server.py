@@ -63,7 +63,6 @@ class Server:
         self.more_paths: list[str] = []  # of `schemas.OFF_BY_DEFAULT`, those that this server has
         self.admission = Admission(limits)
         self.work = self.admission.work  # in a thread
-        self._embedding = asyncio.Semaphore(1)  # an embedding takes the processor beside the engines
 
     # -- text ------------------------------------------------------------------------------------------------------
 
@@ -126,12 +125,9 @@ class Server:
         return np.concatenate(vectors), sum(map(len, rows))
 
     async def compute_rows(self, compute: Callable[[list[Any]], T], rows: list[Any]) -> list[T]:
-        """`compute` in a thread for some rows after the others, while no other request does so."""
-        async with self._embedding:
-            return [
-                await self.work(compute, rows[first : first + EMBEDDING_TEXTS])
-                for first in range(0, len(rows), EMBEDDING_TEXTS)
-            ]
+        """`compute` for some rows after the others, while no other request's are computed."""
+        parts = [rows[first : first + EMBEDDING_TEXTS] for first in range(0, len(rows), EMBEDDING_TEXTS)]
+        return [await self.admission.compute(compute, part) for part in parts]
 
     async def tokenize(self, request: Request) -> Response:
         body = await self.body(request)

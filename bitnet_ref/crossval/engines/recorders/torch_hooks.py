@@ -3,7 +3,7 @@
     record(model, [1, 17, 5], "my_run.safetensors", names={"transformer.h.{}.ln_1": "blocks.{}.ln1.hook_normalized"})
 
 Modules are known by the names that Hugging Face checkpoints have; `names` adds others: a module's path -> the trace
-name of its output, with {} for the number of the layer. A name that nobody knows records nothing.
+name of its output, with {} for the number of the layer. An unknown name records nothing.
 """
 
 import json
