@@ -1,7 +1,9 @@
 """What an engine holds in memory, and what it leaves when it ends."""
 
 import gc
+import json
 import os
+import shutil
 import signal
 import threading
 import weakref
@@ -46,6 +48,10 @@ def test_the_default_cache_is_for_131072_tokens_of_a_longer_context(tmp_path, mo
     monkeypatch.setattr(tiny.backend, "memory", lambda: (None, None))
     with tiny.engine(max_batch=1, page_size=1 << 10) as engine:
         assert (engine.cache.pages, engine.cache.capacity) == (128, 131_072)
+        page = engine.cache.nbytes // 128
+    for size in ({"cache_tokens": 200 << 10}, {"cache_bytes": 200 * page}):
+        with tiny.engine(max_batch=1, page_size=1 << 10, **size) as engine:
+            assert (engine.cache.pages, engine.cache.capacity) == (200, 200 << 10)
 
 
 def test_the_default_cache_takes_a_quarter_of_the_free_memory(backend_name, monkeypatch):
@@ -77,7 +83,7 @@ def test_the_default_cache_takes_a_quarter_of_the_free_memory(backend_name, monk
         assert engine.cache.pages == 1
 
 
-def test_states_of_sequences_are_part_of_the_cache(monkeypatch):
+def test_states_of_sequences_are_part_of_the_cache(monkeypatch, tmp_path):
     """Of layers without keys (Qwen3.5). Where they are too large, fewer sequences run at a time."""
     hybrid = model(DATA / "families" / "qwen3_5-groups128-hybrid", "numpy")
     one = hybrid.new_cache(1, 16, page_size=16)
@@ -101,8 +107,24 @@ def test_states_of_sequences_are_part_of_the_cache(monkeypatch):
     with hybrid.engine(max_batch=3) as engine:  # whole contexts
         whole = -(-hybrid.config.context_length // 16)
         assert (engine.cache.slots, engine.cache.pages) == (3, 3 * whole)
+    short = bitnet_ref.load(with_context(hybrid.path, tmp_path / "short", 32), backend="numpy", threads=1)
+    assert 2 * page < state  # so whole contexts for all take less than half of the room
+    with short.engine(max_batch=64, cache_bytes=5 * (2 * page + state)) as engine:
+        assert (engine.cache.slots, engine.cache.pages) == (5, 10)
+    for held in (None, 0):
+        monkeypatch.setattr(hybrid.backend, "memory", lambda held=held: (held, None))
+        with hybrid.engine(memory_limit=state + page, cache_tokens=16) as engine:
+            assert (engine.cache.slots, engine.cache.pages) == (1, 1)
     with pytest.raises(OutOfMemory, match="sequences of 1 tokens does not fit"):
         hybrid.new_cache(1 << 40, 1)
+
+
+def with_context(folder, to, length):
+    """A copy of a model whose context has so many tokens."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, "max_position_embeddings": length}))
+    return to
 
 
 def test_replicas_share_what_memory_there_is(monkeypatch):
