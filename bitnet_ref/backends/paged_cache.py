@@ -66,6 +66,11 @@ class EngineKVCache(KVCache):
         return len(self.keys)
 
     @property
+    def rows_per_token(self) -> int:
+        """How many layers keep keys and values of a token."""
+        return len(self.keys)
+
+    @property
     def nbytes(self) -> int:
         """Bytes reserved, used or not."""
         return self.keys.nbytes + self.values.nbytes + self.state_bytes
@@ -111,8 +116,8 @@ class EngineKVCache(KVCache):
 class PagedKVCache(EngineKVCache):
     """A pool of pages, and a table that says which page holds which positions of a slot.
 
-    keys, values: (L, pages, page_size, G, d), the pool.
-    key_scales, value_scales: (L, pages, page_size, G) float32, the dequantisation scales of int8; None for other
+    keys, values: (rows, pages, page_size, G, d), the pool. row_of: layer -> its row; a layer with states has none.
+    key_scales, value_scales: (rows, pages, page_size, G) float32, the dequantisation scales of int8; None for other
     dtypes. page_table: (slots, pages_per_slot) int32. page_table[s, i] is the page with positions i * page_size to
         (i + 1) * page_size - 1 of slot s, or NO_PAGE (-1). In a pool it starts as NO_PAGE, and its owner writes it
         between two passes; slots may share pages that none of them writes to. Otherwise it is fixed and read-only.
@@ -126,11 +131,13 @@ class PagedKVCache(EngineKVCache):
             got = f"page_size {spec.page_size}, pages {spec.pages}"
             raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
         self.slots, self.capacity = spec.slots, spec.capacity
+        self._layers = config.num_hidden_layers
+        self.row_of = {layer: row for row, layer in enumerate(layers_with_keys(config))}
         self.page_size = spec.page_size or max(1, spec.capacity)
         pages_per_slot = max(1, -(-spec.capacity // self.page_size))
         self.is_fixed = spec.pages is None  # each page belongs to one slot, permanently
         self.pages = spec.slots * pages_per_slot if spec.pages is None else spec.pages
-        shape = (config.num_hidden_layers, self.pages, self.page_size, config.num_key_value_heads, config.head_dim)
+        shape = (len(self.row_of), self.pages, self.page_size, config.num_key_value_heads, config.head_dim)
         try:
             self.keys, self.values = self._empty(shape, dtype), self._empty(shape, dtype)
             self.key_scales: NDArray[np.float32] | None = None
@@ -155,8 +162,12 @@ class PagedKVCache(EngineKVCache):
         return np.empty(shape, dtype=dtype)
 
     @property
+    def layers(self) -> int:
+        return self._layers
+
+    @property
     def pools(self) -> list[Array]:
-        """Every array with a page axis, each (L, pages, page_size, ...)."""
+        """Every array with a page axis, each (rows, pages, page_size, ...)."""
         return [a for a in (self.keys, self.values, self.key_scales, self.value_scales) if a is not None]
 
     @property
@@ -208,7 +219,7 @@ class PagedKVCache(EngineKVCache):
 
     def append(self, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         self.check_append(batch, k, v)
-        index = (layer, *self.places_of(batch.slots, batch.positions))
+        index = (self.row_of[layer], *self.places_of(batch.slots, batch.positions))
         self.keys[index], key_scales = narrow(k, self.dtype)
         self.values[index], value_scales = narrow(v, self.dtype)
         if self.key_scales is not None and self.value_scales is not None:
@@ -236,8 +247,8 @@ class PagedKVCache(EngineKVCache):
         slots, positions = np.divmod(np.arange(self.slots * length), max(1, length))
         to, source = self.places_of(slots, positions), other.places_of(slots, positions)
         for mine, theirs in zip(self.pools, other.pools, strict=True):
-            for layer in range(len(mine)):
-                mine[layer, *to] = theirs[layer, *source]
+            for row in range(len(mine)):
+                mine[row, *to] = theirs[row, *source]
         if self.states is not None:
             self.states.take_over(other.states)
 
@@ -249,7 +260,7 @@ class PagedKVCache(EngineKVCache):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def stored(self, layer: int, batch: TokenBatch) -> tuple[Floats, Floats]:
-        index = (layer, *self.places_of(batch.slots, batch.positions))
+        index = (self.row_of[layer], *self.places_of(batch.slots, batch.positions))
         return self._read(index, slice(None))
 
     def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[Floats, Floats]:
@@ -258,8 +269,8 @@ class PagedKVCache(EngineKVCache):
         first = start // self.page_size * self.page_size
         inside = slice(start - first, position + 1 - first)
         if len(pages) == 1:
-            return self._read((layer, pages[0], inside), slice(None))
-        return self._read((layer, pages), inside)
+            return self._read((self.row_of[layer], pages[0], inside), slice(None))
+        return self._read((self.row_of[layer], pages), inside)
 
     def _read(self, index: tuple[Any, ...], inside: slice) -> tuple[Floats, Floats]:
         """Keys and values at the index as floats. inside: rows of several pages laid end to end."""
@@ -272,6 +283,12 @@ class PagedKVCache(EngineKVCache):
 
         key_scales, value_scales = (None if a is None else rows(a) for a in (self.key_scales, self.value_scales))
         return widen(rows(self.keys), key_scales), widen(rows(self.values), value_scales)
+
+
+def layers_with_keys(config: ModelConfig) -> list[int]:
+    """The layers that keep keys and values; the others have states."""
+    state_size = family_of(config).state_size
+    return [layer for layer in range(config.num_hidden_layers) if not state_size(config, layer)]
 
 
 # -- dtypes at rest ----------------------------------------------------------------------------------------------------

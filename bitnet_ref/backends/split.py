@@ -70,6 +70,10 @@ class SplitKVCache(PagedKVCache):
         return len(self._place_of_layer)
 
     @property
+    def rows_per_token(self) -> int:
+        return sum(part.rows_per_token for part in self.parts)
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..backends.paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache, PagedKVCache
+from ..backends.paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
 from ..errors import ConfigError
 from ..generation.overflow import keep_after_overflow
 from ..generation.params import SamplingParams
@@ -53,7 +53,7 @@ def cache_memory(
     counts, spec = np.asarray(tokens, dtype=np.int64), CacheSpec(1, page_size, page_size=page_size, pages=1)
     page = {name: PagedKVCache(config, spec, np.dtype(name)).bytes_per_token * page_size for name in CACHE_DTYPES}
     pages = -(-counts // page_size)
-    reserved = np.full_like(counts, EngineKVCache(config, 1, 1).bytes_per_token * config.context_length)
+    reserved = np.full_like(counts, page["float32"] // page_size * config.context_length)
     policies = {"reserved": reserved, **{name: pages * nbytes for name, nbytes in page.items()}}
     if window is not None:
         for policy in ("sliding", "sinks"):

@@ -90,6 +90,7 @@ def test_states_of_sequences_are_part_of_the_cache(monkeypatch, tmp_path):
     page, state = one.bytes_per_token * 16, one.state_bytes
     assert 0 < state == one.nbytes - page
     assert state == sum(array.nbytes for array in one.states.arrays)
+    assert (one.layers, one.rows_per_token, len(one.keys)) == (4, 1, 1)  # three layers have states in place of keys
     room = 6 * state + 7 * page
     monkeypatch.setattr(hybrid.backend, "memory", lambda: (1000, None))
     for settings in ({"cache_bytes": room}, {"memory_limit": 1000 + room}):

@@ -248,13 +248,13 @@ class KernelKVCache(PagedKVCache):
 
     def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: np.dtype) -> None:
         super().__init__(config, spec, dtype)
-        self.kernel_layers = [_kernel_layer(self, layer) for layer in range(self.layers)]
+        self.kernel_layers = {layer: _kernel_layer(self, row) for layer, row in self.row_of.items()}
         self.steps = RecordedSteps()
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """(L, pages, page_size, G, ...), in memory (L, G, pages, page_size, ...): a head's rows are adjacent."""
-        layers, pages, page_size, heads, *rest = shape
-        return np.moveaxis(np.empty((layers, heads, pages, page_size, *rest), dtype=dtype), 1, 3)
+        """(rows, pages, page_size, G, ...), in memory (rows, G, pages, page_size, ...): a head's rows are adjacent."""
+        rows, pages, page_size, heads, *rest = shape
+        return np.moveaxis(np.empty((rows, heads, pages, page_size, *rest), dtype=dtype), 1, 3)
 
 
 def view_layer(cache: KVCache, layer: int) -> KernelView:
@@ -262,17 +262,17 @@ def view_layer(cache: KVCache, layer: int) -> KernelView:
     if isinstance(cache, KernelKVCache):
         return KernelView(cache.kernel_layers[layer], cache.page_table)
     if isinstance(cache, PagedKVCache):
-        return KernelView(_kernel_layer(cache, layer), cache.page_table)
+        return KernelView(_kernel_layer(cache, cache.row_of[layer]), cache.page_table)
     layer_arrays = _cpu.KVLayer(cache.keys[layer], cache.values[layer])
     return KernelView(layer_arrays, np.arange(cache.slots, dtype=np.int32)[:, None])
 
 
-def _kernel_layer(cache: PagedKVCache, layer: int) -> Any:
+def _kernel_layer(cache: PagedKVCache, row: int) -> Any:
     if 0 in cache.keys.shape:
         return None  # a cache without capacity: nothing is appended to it
-    keys, values = cache.keys[layer], cache.values[layer]
+    keys, values = cache.keys[row], cache.values[row]
     if cache.dtype == np.float16:  # as the uint16 that Cython takes
         keys, values = keys.view(np.uint16), values.view(np.uint16)
     if cache.key_scales is None or cache.value_scales is None:
         return _cpu.KVLayer(keys, values)
-    return _cpu.KVLayer(keys, values, cache.key_scales[layer], cache.value_scales[layer])
+    return _cpu.KVLayer(keys, values, cache.key_scales[row], cache.value_scales[row])

@@ -92,20 +92,20 @@ class Attention:
         chunks = chunks_seen(longest, window)
         stride = chunks * CHUNK
         chunks += window is not None and each > 1  # the windows of a run may begin in two chunks
-        key_scales, value_scales = cache.scales_of(layer)
+        (keys, values), (key_scales, value_scales) = cache.pools_of(layer), cache.scales_of(layer)
         for some in self._parts(cache, batch, heads, each, window, stride):
             scores = ws.scratch((some.count, heads, stride), np.float32)
             if new is not None:
-                self._append_scores(some, q, new, (cache.keys[layer], cache.values[layer]), scores, chunks)
+                self._append_scores(some, q, new, (keys, values), scores, chunks)
             else:
-                self._scores(some, q[some.part], cache.keys[layer], key_scales, scores, chunks)
+                self._scores(some, q[some.part], keys, key_scales, scores, chunks)
             parts_bytes = chunks * some.count * heads * head_dim * 8
             norms, blocks = None, chunks
             if batch.has_runs and (math.prod(some.grid(1)) >= ENOUGH_BLOCKS or parts_bytes > PARTS_BYTES):
                 norms, blocks = ws.scratch((some.count * heads, 2), np.float64), 1
                 sizes = scores, stride, some.positions, some.count, some.window, heads, norms
                 ws.launch(FILE, "attention_normalisers", (-(-some.count * heads // WARPS),), BLOCK, *sizes)
-            self._values(some, scores, cache.values[layer], value_scales, z[some.part], blocks, norms)
+            self._values(some, scores, values, value_scales, z[some.part], blocks, norms)
         return z
 
     def _parts(

@@ -16,7 +16,7 @@ from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.layers import Array, Floats
 from ...system.lazy import lazy_property
-from ..paged_cache import CacheSpec, EngineKVCache, PagedKVCache, widen
+from ..paged_cache import CacheSpec, EngineKVCache, PagedKVCache, layers_with_keys, widen
 from .device import DeviceArray
 from .rows import threads_of
 from .workspace import Workspace
@@ -90,7 +90,7 @@ class DeviceKVCache(PagedKVCache):
         if spec.page_size is None:  # one page per slot
             spec = replace(spec, page_size=max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO)
         assert spec.page_size is not None
-        sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        sizes = len(layers_with_keys(config)), config.num_key_value_heads, config.head_dim
         shape = *sizes, spec.slots, spec.page_size, spec.pages, -(-spec.capacity // spec.page_size), dtype
         storage = ws.shelf.take(shape)
         if storage is None:
@@ -114,11 +114,15 @@ class DeviceKVCache(PagedKVCache):
         pages: int = self.page_table.shape[1]
         return pages * self.page_size
 
+    def pools_of(self, layer: int) -> tuple[DeviceArray, DeviceArray]:
+        """Its keys and values."""
+        return self.keys[self.row_of[layer]], self.values[self.row_of[layer]]
+
     def scales_of(self, layer: int) -> tuple[DeviceArray | None, DeviceArray | None]:
         """The scales of keys and of values of an int8 cache; else None."""
         if self.key_scales is None or self.value_scales is None:
             return None, None
-        return self.key_scales[layer], self.value_scales[layer]
+        return self.key_scales[self.row_of[layer]], self.value_scales[self.row_of[layer]]
 
     def page_arguments(self) -> tuple[Any, ...]:
         """The kernels' parameters for `Pages` (rope.cuh)."""
@@ -179,7 +183,7 @@ class DeviceKVCache(PagedKVCache):
         """Write k and v (N, G, d) of the batch's tokens. All are device arrays."""
         ws, n, (kv_heads, head_dim) = self._ws, len(batch), self.keys.shape[-2:]
         self.begin_append(batch, k, v)
-        arguments = k, v, batch.slots, batch.positions, *self.page_arguments(), self.keys[layer], self.values[layer]
+        arguments = k, v, batch.slots, batch.positions, *self.page_arguments(), *self.pools_of(layer)
         if self.kind == "int8":
             arguments = *arguments, *self.scales_of(layer)
             ws.launch("rope.cu", "append_int8", (kv_heads, n, 2), threads_of(head_dim), *arguments, ws.trouble)
@@ -202,7 +206,7 @@ class DeviceKVCache(PagedKVCache):
         rotated = ws.empty(q.shape, np.float32)
         grid = (-(-(heads + kv_heads) * (head_dim // 2) // BLOCK), n)
         arguments = q, k, v, *rope, batch.slots, batch.positions, heads, *self.page_arguments()
-        to = rotated, self.keys[layer], self.values[layer], ws.trouble
+        to = rotated, *self.pools_of(layer), ws.trouble
         ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments, *to)
         return rotated
 
@@ -264,7 +268,7 @@ class DeviceKVCache(PagedKVCache):
         """Keys and values of those tokens.   -> (n, G, d) float32 on the host, both"""
         pages, offsets = self.places_of(slots, positions)
         results = []
-        for pool, scales in zip((self.keys[layer], self.values[layer]), self.scales_of(layer), strict=True):
+        for pool, scales in zip(self.pools_of(layer), self.scales_of(layer), strict=True):
             out = np.empty((len(pages), *pool.shape[-2:]), dtype=np.float32)
             for page in np.unique(pages):
                 here = pages == page

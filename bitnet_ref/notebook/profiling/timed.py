@@ -54,7 +54,7 @@ class OpClock:
         self.synchronize = be.synchronize
         assert isinstance(cache, EngineKVCache)
         self.kind, attended = describe_batch(batch.on_host, widest_window(cfg))
-        self.cache_bytes = attended * cache.bytes_per_token // cache.layers  # of one layer
+        self.cache_bytes = attended * cache.bytes_per_token // cache.rows_per_token  # of one layer
         self.forward = self.node = OpTime("forward", calls=1)
         self.block = ""
         self.spans: list[Span] = []
