@@ -7,15 +7,20 @@ on 256 KB.
 
 These bounds cannot tell how long everything else takes: two `multipleOf` in one `allOf` take minutes. The server and
 `batch`, which take guides from strangers, compile each in a helper process first (`guide_prover.py`).
+
+llguidance has numbers as doubles, and bounds of integers as int64, at whose ends it recurses without end. So bounds are
+moved inwards to the next numbers that it has, and other integers that it would write wrongly are refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +34,7 @@ MAX_RULES = 2000  # rules and terminals of a grammar, keys of one object of a sc
 MAX_NESTING = 100  # brackets of a grammar or an expression, objects and lists of a schema
 MAX_REGEX_BYTES = 1 << 14
 MAX_LITERAL = 1 << 14  # characters of a string in a grammar or schema: each step reads those that are forced
+MAX_BOUND = 2**63 - 1024  # the largest double below 2^63
 INNER_NESTING = 250  # of an expression within a grammar or schema: llguidance's own limit
 MAX_REPEATS = 4000  # of a regular expression
 
@@ -128,6 +134,8 @@ def check_grammar(text: str) -> None:
     for lexeme in lexemes:
         if lexeme.kind == "json" and lexeme.text == "%json":
             links += check_schema(lexeme.value, guide)
+            if _move_bounds(lexeme.value, guide) != lexeme.value:
+                raise GenerationError("expected bounds in %json that doubles hold, below 2^63", field=guide)
         elif lexeme.kind == "literal" and lexeme.text.startswith("/"):
             check_regex(lexeme.text, guide, INNER_NESTING)
         elif lexeme.kind == "literal":
@@ -170,7 +178,7 @@ def read_schema(value: str | Mapping[str, Any] | bool) -> str:
     check_size("guided_json", text)
     schema = json.loads(text)
     check_schema(schema)
-    return json.dumps(schema)  # so that llguidance reads what was checked
+    return json.dumps(_move_bounds(schema, "guided_json"))  # so that llguidance reads what was checked
 
 
 def check_schema(schema: Any, guide: str = "guided_json") -> int:
@@ -197,6 +205,47 @@ def _check_part(part: dict[str, Any] | list[Any], depth: int, guide: str) -> Non
         for pattern in (part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
             if isinstance(pattern, str):
                 check_regex(pattern, guide, INNER_NESTING)
-        required = part.get("required")
-        largest = max(len(part), len(required) if isinstance(required, list) else 0)
-        _at_most(guide, "keys of an object, or names in `required`", largest, MAX_RULES)
+        required = part["required"] if isinstance(part.get("required"), list) else []
+        _at_most(guide, "keys of an object, or names in `required`", max(len(part), len(required)), MAX_RULES)
+        _check_constants(part.get("const"), guide)
+        _check_constants(part.get("enum"), guide)
+        least = part.get("minProperties")
+        is_open = isinstance(patterns, dict) or part.get("additionalProperties", True) is not False
+        if isinstance(least, int) and least > len(required) + 1 and is_open:
+            message = f"expected minProperties of at most {len(required) + 1}, one more than are required, got {least}"
+            raise GenerationError(f"{message}: llguidance would count one name twice", field=guide)
+
+
+def _check_constants(value: Any, guide: str) -> None:
+    """Raise GenerationError for an integer that llguidance would not write as it is."""
+    values = [value]
+    for each in values:
+        if isinstance(each, dict | list):
+            values += each.values() if isinstance(each, dict) else each
+        elif isinstance(each, int) and abs(each) > 2**53:
+            written = int(Decimal(repr(float(each)))) if abs(each) < MAX_BOUND else None
+            if written != each:
+                message = f"expected integers that doubles hold, got {each}, which llguidance writes as another one"
+                raise GenerationError(f"{message}; make it a string", field=guide)
+
+
+def _move_bounds(schema: Any, guide: str) -> Any:
+    """The schema with its bounds moved inwards to numbers that llguidance has. Raises GenerationError for others."""
+    if isinstance(schema, list):
+        return [_move_bounds(each, guide) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: each if key in _DATA else _move_bounds(each, guide) for key, each in schema.items()}
+    for key, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
+        bound = schema.get(key)
+        if isinstance(bound, int | float) and abs(bound) > 2**53:
+            inwards = max(sign * bound, -MAX_BOUND)  # the bound is from below now
+            if inwards > MAX_BOUND:
+                message = f"expected {key} within +-{MAX_BOUND}, the range of llguidance, got {bound}"
+                raise GenerationError(message, field=guide)
+            double = float(inwards)
+            moved[key] = sign * int(double if double >= inwards else math.nextafter(double, math.inf))
+    return moved
+
+
+_DATA = {"const", "enum", "default", "examples"}  # what they hold is no schema

@@ -230,6 +230,8 @@ class SamplingParams:
     processors: tuple[Processor, ...] = in_python((), PROCESSORS)
 
     def __post_init__(self) -> None:
+        if isinstance(self.guided_choice, list) and not self.guided_choice:
+            raise GenerationError("expected at least one text, got an empty list", field="guided_choice")
         read_options(self, GenerationError)
         for name in ("stop", "bad_words", "filter", "guided_choice"):
             length = sum(map(len, texts)) if isinstance(texts := getattr(self, name), tuple) else 0

@@ -16,6 +16,7 @@ from bitnet_ref.generation.constraint_limits import (
     check_grammar,
     check_regex,
     check_schema,
+    read_schema,
 )
 
 pytest.importorskip("llguidance")
@@ -273,3 +274,68 @@ def test_the_work_grows_with_the_size_alone(monkeypatch):
     check_grammar("start: " + "%json{}" * 30_000)
     names = [f"d{n}" for n in range(1500)]
     check_schema({"$defs": {name: {"allOf": [{"$ref": "#"}, {"$ref": f"#/$defs/{name}"}]} for name in names}})
+
+
+LAST = 2**63 - 1024  # the largest double below 2^63
+
+
+@pytest.mark.parametrize(
+    ("bounds", "moved"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, {"minimum": -LAST, "maximum": LAST}),
+        ({"minimum": -(10**30), "exclusiveMaximum": 1e30}, {"minimum": -LAST, "exclusiveMaximum": LAST}),
+        ({"minimum": 2**53 + 1}, {"minimum": 2**53 + 2}),
+        ({"maximum": 2**53 + 1}, {"maximum": 2**53}),
+        (
+            {"exclusiveMinimum": -(2**53) - 1, "maximum": -(2**53) - 1},
+            {"exclusiveMinimum": -(2**53), "maximum": -(2**53) - 2},
+        ),
+        ({"minimum": 2**53, "maximum": 0.5, "const": {"minimum": 0.25}}, {}),
+        ({"minimum": 10**19}, "expected minimum within"),
+        ({"maximum": -(10**19)}, "expected maximum within"),
+        ({"maximum": -1e30, "minimum": -1e31}, "expected maximum within"),
+    ],
+)
+def test_bounds_are_moved_to_numbers_that_llguidance_has(bounds, moved):
+    """Inwards, so that every text fits the schema. Beyond them llguidance ends the process, or writes others."""
+    schema = {"items": {"type": "integer", **bounds}}
+    if isinstance(moved, str):
+        with pytest.raises(GenerationError, match=f"guided_json: {moved}"):
+            read_schema(schema)
+    else:
+        assert json.loads(read_schema(schema))["items"] == {"type": "integer", **bounds, **moved}
+    grammar = f"start: %json {json.dumps(schema)}"
+    if moved == {}:
+        check_grammar(grammar)
+        return
+    with pytest.raises(GenerationError, match="guided_grammar: expected"):
+        check_grammar(grammar)
+
+
+@pytest.mark.parametrize("value", [2**53 + 1, 123456789012345679, -(2**60), 2**63, 10**400])
+def test_integers_that_llguidance_would_write_as_others_are_refused(value):
+    for schema in ({"const": value}, {"enum": [1, value]}, {"items": {"const": {"a": [value]}}}):
+        with pytest.raises(GenerationError, match=f"guided_json: .* doubles hold, got {value}, which .* a string"):
+            read_schema(schema)
+
+
+def test_integers_and_bounds_in_texts(story):
+    near = {"minimum": 123456789012345670, "maximum": 123456789012345690}
+    for schema in ({"const": 123456789012345680}, {"enum": [-(2**53)]}, {"minimum": -LAST, "maximum": -LAST}, near):
+        schema = {"type": "integer", **schema}
+        texts = [
+            out.text for out in story.generate("x", guided_json=schema, n=3, temperature=2.0, seed=1, max_tokens=40)
+        ]
+        for number in map(int, texts):
+            assert number in schema.get("enum", [schema.get("const", number)])
+            assert schema.get("minimum", number) <= number <= schema.get("maximum", number)
+
+
+def test_names_that_would_be_counted_twice():
+    """llguidance does not know which names of an open object it has written."""
+    more = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]}
+    for good in ({"minProperties": 2}, {"minProperties": 3, "additionalProperties": False}):
+        read_schema({**more, **good})
+    for bad in ({}, {"additionalProperties": True}, {"additionalProperties": False, "patternProperties": {"x": {}}}):
+        with pytest.raises(GenerationError, match=r"guided_json: expected minProperties of at most 2, .* got 3"):
+            read_schema({**more, **bad, "minProperties": 3})

@@ -255,7 +255,8 @@ def test_a_response(ask, server):
     assert answer["metadata"] == {"a": "b"}
     assert server.get(f"{RESPONSES}/{answer['id']}")[2] == answer
     items = server.get(f"{RESPONSES}/{answer['id']}/input_items")[2]["data"]
-    assert items == [{"role": "user", "content": "Hello"}]
+    content = [{"type": "input_text", "text": "Hello"}]
+    assert items == [{"id": f"msg_{answer['id']}_0", "type": "message", "role": "user", "content": content}]
 
 
 def test_the_events_of_a_response(ask):
@@ -336,6 +337,9 @@ def test_the_store(ask, server):
     assert server.get(f"{RESPONSES}/{first['id']}")[0] == 404
     assert server.request("DELETE", f"{RESPONSES}/{first['id']}", None, {})[0] == 404
     ask(RESPONSES, {"input": "More", "previous_response_id": first["id"], "max_output_tokens": 3}, 404)
+    body = {"model": "talker", "input": "More", "previous_response_id": first["id"]}
+    error = server.post(RESPONSES, body)[2]["error"]
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
 def test_the_store_is_bounded():
@@ -962,7 +966,7 @@ def translate(case):
         return SimpleNamespace()
 
     class Store:
-        def find(self, name):
+        def find(self, name, field):
             return {"resp_1": ({}, [], [*HELLO, {"role": "assistant", "content": "Hi"}])}[name]
 
         def find_item(self, name):

@@ -341,7 +341,7 @@ def test_replies_that_match_a_schema(client):
     )
     assert free.choices[0].message.content.lstrip().startswith("{")
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
-    with pytest.raises(openai.BadRequestError, match="guided_json"):
+    with pytest.raises(openai.BadRequestError, match="response_format: Invalid type"):
         client.chat.completions.create(model="talker", messages=HELLO, response_format=bad)
 
 

@@ -765,7 +765,7 @@ BAD = {
             "messages": USER,
             "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "hiccup"}}},
         },
-        *(400, "guided_json", "hiccup"),
+        *(400, "response_format", "hiccup"),
     ),
     "a tool that is not there": (
         *(CHAT, {"messages": USER, "tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
@@ -787,7 +787,7 @@ BAD = {
     ),
     "a tool whose definition is not there": (
         *(CHAT, {"messages": USER, "tools": [tool("a", **REF)], "tool_choice": "required"}),
-        *(400, "guided_json", "does not exist"),
+        *(400, "tools", "does not exist"),
     ),
     "continue a user's message": (
         *(CHAT, {"messages": USER, "continue_final_message": True}),

@@ -185,6 +185,35 @@ def test_arguments_are_only_those_that_are_declared():
         assert ("additionalProperties" in close_objects({**inner, "required": required})) == is_closed
 
 
+A, AT = {"type": "object", "properties": {"a": {}}, "required": ["a"]}, {"$ref": "#/$defs/A"}
+B = {"type": "object", "properties": {"b": {}}, "required": ["b"]}
+CLOSED = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "changes"),
+    [
+        ({**B, "$defs": {"A": A}, "allOf": [AT]}, {}),
+        ({**B, "$defs": {"A": A}, **AT}, {}),
+        ({**B, "$defs": {"A": {**AT, "$defs": {"C": A}}}, "allOf": [{"$ref": "#/$defs/A/$defs/C"}]}, {}),
+        ({**B, "anyOf": [A, {**A, "items": A}]}, {}),
+        ({"if": A, "then": B, "items": A}, {}),
+        ({"allOf": [A, B]}, {}),
+        ({"$defs": {"A": A}, **AT}, {"$defs": {"A": {**A, **CLOSED}}}),
+        ({"$defs": {"A": A}, "allOf": [AT], "title": "x"}, {"$defs": {"A": {**A, **CLOSED}}}),
+        ({"type": "object", "anyOf": [A, B]}, {"anyOf": [{**A, **CLOSED}, {**B, **CLOSED}]}),
+        (
+            {**B, "$defs": {"A": A, "C/~": A}, "properties": {"b": AT, "c": {"allOf": [{"$ref": "#/$defs/C~1~0"}, B]}}},
+            {**CLOSED, "$defs": {"A": {**A, **CLOSED}, "C/~": A}},
+        ),
+        ({"allOf": 5, "items": [A], "anyOf": 3}, {}),
+    ],
+)
+def test_what_is_combined_with_other_parts_stays_open(schema, changes):
+    """A part that is closed would refuse the properties that the other parts name."""
+    assert close_objects(schema) == {**schema, **changes}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", [form.name for form in FORMATS])
 @pytest.mark.parametrize(

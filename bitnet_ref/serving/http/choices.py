@@ -13,6 +13,7 @@ from itertools import starmap
 from typing import Any
 
 from ...backends.loaded import LoadedModel
+from ...errors import GenerationError
 from ...generation.guide_prover import prove_guide
 from ...generation.params import GUIDES
 from ...generation.processors import FEW_WORDS
@@ -53,6 +54,7 @@ class Asked:
     shows_prompt_logprobs: bool = False
     hides_reasoning: bool = False
     custom: frozenset[str] = frozenset()  # tools whose input is a text
+    guide_field: str = ""  # of the request, from which a guide was read under another name
     has_functions: bool = False  # OpenAI's older form of tools, in which a reply has one call at most
     defaults: Mapping[str, Any] = field(default_factory=dict)  # the server's, of what `params` does not say
     reply: ReplyReader = field(default_factory=ReplyReader)  # what turns the text into events
@@ -77,7 +79,12 @@ class Asked:
         if texts > engine.config.max_queue:
             raise RequestError(f"{texts} texts are more than this server's queue holds", "prompt")
         params = {"n": 1, "echo": False, **self.params}  # the form of the answer is the request's alone
-        prove_guide(engine.config.params(params), engine.model.vocabulary)
+        try:
+            prove_guide(engine.config.params(params), engine.model.vocabulary)
+        except GenerationError as error:
+            if error.field in GUIDES and self.guide_field:
+                raise RequestError(error.message, self.guide_field) from error
+            raise
         choices: list[Choice] = []
         options: dict[str, Any] = {"priority": self.priority, "timeout_s": timeout_s, **params}
         beams = self.params.get("n", 1) if self.params.get("num_beams", 1) > 1 else 0

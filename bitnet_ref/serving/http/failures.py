@@ -48,6 +48,7 @@ def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
         param = error.field if status == 400 else None
         message = error.message if param is None else f"{param}: {error.message}"  # without the path of a file
         if isinstance(error, ContextOverflow):  # clients look for OpenAI's code or for its words
+            message = message.replace(", or see overflow='truncate'", "")  # a parameter of Python
             code, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
     if status == 500:
         log.error("a request failed: %s", describe_error(error), exc_info=error)

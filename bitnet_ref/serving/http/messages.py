@@ -103,7 +103,7 @@ def make_routes(server: Server) -> list[Route]:
 
 def read_message(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
-    return ask_chat(read_body(body), name, engine, chat_template, MessageWriter)
+    return ask_chat(read_body(body), name, engine, chat_template, MessageWriter, "output_config.format")
 
 
 def read_body(body: Mapping[str, Any]) -> dict[str, Any]:

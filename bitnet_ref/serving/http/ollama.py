@@ -218,7 +218,7 @@ def read_chat(body: Mapping[str, Any], name: str, engine: Engine, chat_template:
     messages = [_read_message(message, f"messages[{n}]") for n, message in enumerate(body["messages"])]
     tools = [function_tool(tool["function"], "tools") for tool in body.get("tools") or []]
     chat = {**_read_common(body), "messages": messages, "tools": tools or None}
-    return ask_chat(chat, name, engine, chat_template, ChatWriter)
+    return ask_chat(chat, name, engine, chat_template, ChatWriter, "format")
 
 
 def _read_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def read_generate(body: Mapping[str, Any], name: str, engine: Engine, chat_templ
     if not is_raw:
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         chat = {**common, "messages": [*system, {"role": "user", "content": body["prompt"]}]}
-        return ask_chat(chat, name, engine, chat_template, GenerateWriter)
+        return ask_chat(chat, name, engine, chat_template, GenerateWriter, "format")
     prompt: Any = body["prompt"]
     if body.get("suffix"):
         prompt = infill_ids(tokenizer, prompt, body["suffix"], "suffix")

@@ -111,12 +111,12 @@ class ResponseStore:
             while len(self._kept) > self._max_responses or self._nbytes > self._max_bytes:
                 self._forget(next(iter(self._kept)))
 
-    def find(self, name: str) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
-        """The response, its input and the conversation before it. Raises RequestError."""
+    def find(self, name: str, field: str = "id") -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
+        """The response, its input and the conversation before it. Raises RequestError, for the field that names it."""
         with self._lock:
             if name not in self._kept:
                 message = f"there is no stored response {name[:100]!r}; the server keeps the last ones only"
-                raise RequestError(message, "id", 404)
+                raise RequestError(message, field, 404, None if field == "id" else "previous_response_not_found")
             return self._kept[name][:3]
 
     def find_item(self, name: str) -> dict[str, Any] | None:
@@ -156,8 +156,9 @@ def make_routes(server: Server) -> list[Route]:
         return JSONResponse({"id": name, "object": "response", "status": "cancelled"})
 
     async def input_items(request: Request) -> Response:
-        items = store.find(request.path_params["id"])[1]
-        ends = {"first_id": items[0].get("id"), "last_id": items[-1].get("id")} if items else {}
+        name = request.path_params["id"]
+        items = [_stored_item(item, f"msg_{name}_{number}") for number, item in enumerate(store.find(name)[1])]
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
         return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
 
     return [
@@ -168,6 +169,15 @@ def make_routes(server: Server) -> list[Route]:
     ]
 
 
+def _stored_item(item: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An item of the input as OpenAI lists it: messages may be given without type and id, with a text as content."""
+    item = {"id": name, "type": "message", **item}
+    if item["type"] == "message" and isinstance(item.get("content"), str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        item["content"] = [{"type": kind, "text": item["content"]}]
+    return item
+
+
 def read_response(
     body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None, store: ResponseStore
 ) -> Asked:
@@ -175,7 +185,7 @@ def read_response(
     items = body["input"] if isinstance(body["input"], list) else [{"role": "user", "content": body["input"]}]
     messages: list[dict[str, Any]] = []
     if body.get("previous_response_id") is not None:
-        messages = list(store.find(body["previous_response_id"])[2])
+        messages = list(store.find(body["previous_response_id"], "previous_response_id")[2])
     messages += read_items(items, store.find_item)
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat = {
@@ -192,7 +202,7 @@ def read_response(
     def writer(asked: Asked, choices: Sequence[Choice]) -> ResponseWriter:
         return ResponseWriter(asked, choices, body, (items, messages), store)
 
-    return ask_chat(chat, name, engine, chat_template, writer)
+    return ask_chat(chat, name, engine, chat_template, writer, "text.format")
 
 
 def _read_format(form: Mapping[str, Any]) -> dict[str, Any] | None:

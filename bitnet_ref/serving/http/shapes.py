@@ -28,6 +28,7 @@ from .tools import InputReader, ToolReader, choose_input, choose_tools, close_ob
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 FLAGS = ("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids")  # attributes of `Asked` too
+MAX_EMBEDDED = 2048  # texts, as OpenAI has it
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
 
 
@@ -110,7 +111,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         tools = whole[0]
         params = {name: value for name, value in params.items() if name not in GUIDES} | whole[1]
     elif guide is not None:
-        params["guided_json"] = guide
+        params["guided_json"], common["guide_field"] = guide, "tools"
         _tighten(params)
     text = chat_text(engine.model, body, chat_template, tools is not None)
     ids, thinking = tokenizer.encode(text, body.get("add_special_tokens") is True), find_thinking(template, text)
@@ -208,7 +209,7 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         params["processors"] = [lambda _, logits: keep_only(allowed, logits)]
     if body.get("skip_special_tokens") is False:
         params["shown_tokens"] = engine.model.tokenizer.special_ids
-    _read_guide(body, params)
+    guide_field = _read_guide(body, params)
     if "temperature" not in engine.config.sampling:
         params.setdefault("temperature", 1.0)  # OpenAI's
     top = body.get("top_logprobs") or 0 if isinstance(body.get("logprobs"), bool) else body.get("logprobs")
@@ -224,6 +225,7 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         "usage_in_chunks": bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         "priority": body.get("priority") or 0,
         "defaults": engine.config.sampling,
+        "guide_field": guide_field,
         "shows_prompt_logprobs": body.get("prompt_logprobs") is not None,
         **{name: bool(body.get(name)) for name in FLAGS},
     }
@@ -245,8 +247,9 @@ def read_biases(pairs: list[list[Any]], tokenizer: Tokenizer) -> dict[int, float
     return biases
 
 
-def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> None:
-    """What the text must match, by OpenAI's `response_format` or vLLM's `structured_outputs`."""
+def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> str:
+    """What the text must match, by OpenAI's `response_format` or vLLM's `structured_outputs`: which it was, or ""."""
+    read_from = ""
     form, outputs = body.get("response_format") or {}, body.get("structured_outputs") or {}
     if form.get("type", "text") != "text":
         schema = form.get("schema")  # llama-server's
@@ -254,13 +257,14 @@ def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> None:
             if not form.get("json_schema"):
                 raise RequestError("is missing", "response_format.json_schema")
             schema = form["json_schema"]["schema"] if form["json_schema"]["schema"] is not None else {}
-        params["guided_json"] = {"type": "object"} if schema is None else schema
+        params["guided_json"], read_from = {"type": "object"} if schema is None else schema, "response_format"
     if outputs.get("json_object"):
         params["guided_json"] = {"type": "object"}
     for guide in GUIDES:
-        if outputs.get(guide.removeprefix("guided_")) not in (None, "", []):
-            params[guide] = outputs[guide.removeprefix("guided_")]
+        if outputs.get(guide.removeprefix("guided_")) not in (None, ""):
+            params[guide], read_from = outputs[guide.removeprefix("guided_")], "structured_outputs"
     _tighten(params)
+    return read_from
 
 
 def _tighten(params: dict[str, Any]) -> None:
@@ -275,6 +279,8 @@ def _tighten(params: dict[str, Any]) -> None:
 def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]]:
     """The token ids of each text (or list of token ids) of a request for embeddings."""
     parts, _ = split_prompts(body["input"])
+    if len(parts) > MAX_EMBEDDED:
+        raise RequestError(f"expected at most {MAX_EMBEDDED} texts, got {len(parts)}", "input")
     if body.get("add_special_tokens") is False:
         parts = [model.tokenizer.encode(part, False) if isinstance(part, str) else part for part in parts]
     room = model.context_length - longest_text(model)

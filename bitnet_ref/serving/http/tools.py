@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from .events import CallArguments, CallStart, Event, Text, merge_events
@@ -318,6 +318,7 @@ def choose_tools(
 
 OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties"}  # what says of other properties
 MIXED = {"$ref", "$id", "anyOf", "oneOf", "allOf", "if"}  # what may say more about the same object
+OWN = {"properties", "required"} | OPEN
 
 
 def close_objects(schema: Any) -> Any:
@@ -327,17 +328,59 @@ def close_objects(schema: Any) -> Any:
     >>> close_objects({"type": "object", "properties": {"x": {"type": "object"}}})
     {'type': 'object', 'properties': {'x': {'type': 'object'}}, 'additionalProperties': False}
     """
-    if not isinstance(schema, dict) or "$id" in schema:
+    parts, shared = [part for part in _parts_of(schema) if _is_mixed(part)], set[str]()
+    for part in parts:  # what is said together with them stays open, and what they refer to
+        for target in {each["$ref"] for each in _parts_of(part) if isinstance(each.get("$ref"), str)} - shared:
+            shared.add(target)
+            parts += [] if (found := _find(schema, target)) is None else [found]
+    return _close(schema, "#", shared)
+
+
+def _parts_of(schema: Any) -> list[dict[str, Any]]:
+    """The objects of a schema, itself among them."""
+    every = [schema]
+    for each in every:
+        every += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+    return [each for each in every if isinstance(each, dict)]
+
+
+def _is_mixed(schema: Mapping[str, Any]) -> bool:
+    """Whether several things are said of the same object."""
+    said, every = schema.keys() & MIXED, schema.get("allOf")
+    return len(said) + bool(schema.keys() & OWN) > 1 or "if" in said or (isinstance(every, list) and len(every) > 1)
+
+
+def _escape(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _find(schema: Any, place: str) -> Any:
+    """The part at a place like "#/$defs/x"; None: there is none."""
+    for name in place.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        elif isinstance(schema, dict) and name in schema:
+            schema = schema[name]
+        else:
+            return None
+    return schema
+
+
+def _close(schema: Any, place: str, shared: Set[str]) -> Any:
+    """shared: places of what stays open."""
+    if not isinstance(schema, dict) or "$id" in schema or place in shared:
         return schema
-    closed = dict(schema)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), dict):
-            closed[key] = {name: close_objects(each) for name, each in schema[key].items()}
-    for key in ("anyOf", "oneOf", "prefixItems"):
-        if isinstance(schema.get(key), list):
-            closed[key] = [close_objects(each) for each in schema[key]]
-    if isinstance(schema.get("items"), dict):
-        closed["items"] = close_objects(schema["items"])
+    closed, keys, is_mixed = dict(schema), ["$defs", "definitions"], _is_mixed(schema)
+    keys += [] if is_mixed else ["properties", "anyOf", "oneOf", "prefixItems"]
+    for key in keys:
+        part, at = schema.get(key), f"{place}/{key}"
+        if isinstance(part, dict):
+            closed[key] = {name: _close(each, f"{at}/{_escape(name)}", shared) for name, each in part.items()}
+        elif isinstance(part, list):
+            closed[key] = [_close(each, f"{at}/{number}", shared) for number, each in enumerate(part)]
+    if isinstance(schema.get("items"), dict) and not is_mixed:
+        closed["items"] = _close(schema["items"], f"{place}/items", shared)
     properties = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
     required = schema["required"] if isinstance(schema.get("required"), list) else []
     names_all = properties.keys() >= set(map(str, required))

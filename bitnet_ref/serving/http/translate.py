@@ -18,12 +18,17 @@ MakeWriter = Callable[[Asked, Sequence[Choice]], Writer]
 
 
 def ask_chat(
-    chat: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None, writer: MakeWriter
+    chat: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None, writer: MakeWriter, guide: str
 ) -> Asked:
-    """The request of a body in the form of a chat, which is checked here. `max_tokens` is cut to what fits."""
+    """The request of a body in the form of a chat, which is checked here. `max_tokens` is cut to what fits.
+
+    guide: the field of the schema that the reply must fit.
+    """
     body = {key: value for key, value in chat.items() if value is not None}
     schemas.check(body, "/v1/chat/completions")
-    return cut_tokens(read_chat(body, name, engine, chat_template), engine, writer)
+    asked = read_chat(body, name, engine, chat_template)
+    asked.guide_field = "tools" if asked.guide_field == "tools" else guide
+    return cut_tokens(asked, engine, writer)
 
 
 def ask_completion(given: Mapping[str, Any], name: str, engine: Engine, writer: MakeWriter) -> Asked:
