@@ -128,7 +128,7 @@ def test_the_layouts_of_a_kernel_set():
         assert extension.layouts_for(name)[0] == "2-bit"
 
 
-def test_without_the_extension_the_reason_is_said(monkeypatch):
+def test_without_the_extension_the_reason_is_said(monkeypatch, tmp_path):
     """A wheel without it, or a compiler that was missing: no kernel set, and an error that says what to install."""
     monkeypatch.setattr(extension, "_cpu", None)
     monkeypatch.setattr(extension, "_import_error", "was not built", raising=False)
@@ -137,8 +137,17 @@ def test_without_the_extension_the_reason_is_said(monkeypatch):
     try:
         assert simd_variants() == layouts() == {}
         assert extension.describe_methods() == []
-        with pytest.raises(BackendUnavailable, match=r"no kernel sets: the compiled extension was not built; install"):
-            choose_simd()
+        for folder, remedy in (
+            ("clone", r" in these sources; start Python in another"),
+            ("site-packages", "; install"),
+        ):
+            (tmp_path / folder).mkdir()
+            (tmp_path / "clone" / "setup.py").touch()
+            monkeypatch.setattr(extension, "__file__", str(tmp_path / folder / "bitnet_ref/backends/cpu/extension.py"))
+            with pytest.raises(
+                BackendUnavailable, match=f"no kernel sets: the compiled extension was not built{remedy}"
+            ):
+                choose_simd()
         with pytest.raises(BackendUnavailable, match="no kernel sets"):
             choose_simd("scalar")
         with pytest.raises(BackendUnavailable, match="backend 'cython' cannot run here: the compiled extension"):

@@ -22,6 +22,7 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,11 @@ def why_unavailable() -> str | None:
     if sys.platform in ("win32", "emscripten"):
         return (
             f"the compiled extension {_import_error}: there are no kernels for {sys.platform}; take the numpy backend"
+        )
+    if _import_error == "was not built" and (Path(__file__).parents[3] / "setup.py").exists():
+        return (
+            "the compiled extension was not built in these sources; start Python in another folder, where it imports "
+            "an installed bitnet-ref, or build it here: python setup.py build_ext --inplace"
         )
     return (
         f"the compiled extension {_import_error}; install a C compiler (Debian/Ubuntu: apt install gcc; "
