@@ -137,16 +137,11 @@ def test_without_the_extension_the_reason_is_said(monkeypatch, tmp_path):
     try:
         assert simd_variants() == layouts() == {}
         assert extension.describe_methods() == []
-        for folder, remedy in (
-            ("clone", r" in these sources; start Python in another"),
-            ("site-packages", "; install"),
-        ):
-            (tmp_path / folder).mkdir()
-            (tmp_path / "clone" / "setup.py").touch()
+        (tmp_path / "clone").mkdir()
+        (tmp_path / "clone" / "setup.py").touch()
+        for folder, remedy in (("clone", " in these sources; start Python in"), ("site-packages", "; install a C")):
             monkeypatch.setattr(extension, "__file__", str(tmp_path / folder / "bitnet_ref/backends/cpu/extension.py"))
-            with pytest.raises(
-                BackendUnavailable, match=f"no kernel sets: the compiled extension was not built{remedy}"
-            ):
+            with pytest.raises(BackendUnavailable, match=f"the compiled extension was not built{remedy}"):
                 choose_simd()
         with pytest.raises(BackendUnavailable, match="no kernel sets"):
             choose_simd("scalar")
