@@ -1,6 +1,7 @@
 """A server of this process on a real socket, and raw HTTP to it."""
 
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -16,11 +17,12 @@ from bitnet_ref.cli.serve_command import listen, uvicorn_config
 from bitnet_ref.serving import EngineConfig, start_engines
 
 pytest.importorskip("starlette", reason="starlette is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
-from bitnet_ref.serving.http.admission import ServerLimits  # noqa: E402
-from bitnet_ref.serving.http.app import create_app  # noqa: E402
-from bitnet_ref.serving.http.shelf import ModelShelf  # noqa: E402
+from bitnet_ref.serving.http.admission import ServerLimits
+from bitnet_ref.serving.http.app import create_app
+from bitnet_ref.serving.http.draining import DrainingServer
+from bitnet_ref.serving.http.shelf import ModelShelf
 
 
 class RunningServer:
@@ -49,7 +51,8 @@ class RunningServer:
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.uvicorn = uvicorn.Server(uvicorn_config(self.app, drain_s))
+        end_requests = functools.partial(self.shelf.close, drain=False)
+        self.uvicorn = DrainingServer(uvicorn_config(self.app), drain_s, end_requests)
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     def open_engine(self, path, room):

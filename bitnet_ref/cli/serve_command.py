@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -122,11 +123,10 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise BackendUnavailable(f"serve needs {', '.join(missing)}: pip install 'bitnet-ref[server]'")
-    import uvicorn
-
     from ..api import load_engine
     from ..serving.http.admission import ServerLimits
     from ..serving.http.app import create_app
+    from ..serving.http.draining import DrainingServer
     from ..serving.http.request_log import JsonLines
     from ..serving.http.shelf import ModelShelf
 
@@ -158,8 +158,9 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     template = read_template(options["chat_template"])
     bound = listen(host, port)
     is_private = is_loopback(bound.getsockname()[0])
+    shelf = ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"], adapters, default_model)
     app = create_app(
-        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"], adapters, default_model),
+        shelf,
         limits,
         api_keys=api_keys,
         chat_template=template,
@@ -178,7 +179,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     )
     handler.addFilter(lambda record: (record.name, record.levelno) != ("bitnet_ref.serving.worker", logging.INFO))
     logging.basicConfig(handlers=[handler], level=logging.INFO)  # but for the engines' lines: requests have their own
-    server = uvicorn.Server(uvicorn_config(app, options["drain_s"]))
+    server = DrainingServer(uvicorn_config(app), options["drain_s"], partial(shelf.close, drain=False))
     failures: list[BaseException] = []
 
     def on_loaded(error: BaseException | None) -> None:
@@ -213,7 +214,7 @@ def is_loopback(address: str) -> bool:
     return ip.is_loopback or bool(getattr(ip, "ipv4_mapped", None) and ip.ipv4_mapped.is_loopback)  # type: ignore[union-attr]
 
 
-def uvicorn_config(app: Any, drain_s: int) -> Any:
+def uvicorn_config(app: Any) -> Any:
     import uvicorn
 
     return uvicorn.Config(
@@ -225,7 +226,6 @@ def uvicorn_config(app: Any, drain_s: int) -> Any:
         server_header=False,
         limit_concurrency=CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=drain_s,
     )
 
 

@@ -475,9 +475,10 @@ def test_what_serve_sets_up(set_up, arguments, hosts, warns):
     assert handler.filter(request)
     assert not handler.filter(logging.makeLogRecord({"levelno": level, "name": "bitnet_ref.serving.worker"}))
     from bitnet_ref.serving.http.admission import ServerLimits
+    from bitnet_ref.serving.http.draining import GRACE_S
 
     (config,) = set_up.servers
-    assert config.timeout_graceful_shutdown == 7
+    assert config.timeout_graceful_shutdown == 7 + GRACE_S
     ((shelf, limits, given),) = set_up.apps
     assert limits == ServerLimits(2048, 5, request_timeout_s=1.5)
     assert (shelf._budget, shelf._idle_s, list(shelf.places)) == (1 << 30, 9.0, ["x", "storychat"])

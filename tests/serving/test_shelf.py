@@ -9,7 +9,7 @@ from cli_runs import BACKEND
 from helpers import GOLDEN, model
 
 import bitnet_ref
-from bitnet_ref.errors import BitNetRefError, OutOfMemory
+from bitnet_ref.errors import BitNetRefError, EngineClosed, OutOfMemory
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving import start_engines
 from bitnet_ref.system.sharing import model_files
@@ -146,6 +146,21 @@ def test_an_engine_that_has_stopped_takes_no_room(opened):
             assert engine is not stopped
 
     asyncio.run(use())
+
+
+def test_a_closed_shelf_lends_no_engine(opened):
+    """A request that comes late loads no model for a server that is ending."""
+
+    async def run():
+        shelf = ModelShelf({"a": TINY}, opened)
+        engine = await use(shelf, "a")
+        await shelf.close(drain=False)
+        assert engine.closed
+        with pytest.raises(EngineClosed, match="the server is ending"):
+            await use(shelf, "a")
+        assert shelf.places["a"].users == 0
+
+    asyncio.run(run())
 
 
 def test_idle_models_are_looked_for_in_time(opened, monkeypatch):

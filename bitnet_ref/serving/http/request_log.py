@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...errors import EngineClosed
 from .choices import Choice
 
 log = logging.getLogger("bitnet_ref.requests")
@@ -86,12 +88,19 @@ class RequestLog:
                     headers["request-id"] = record.id  # Anthropic's name
             await send(message)
 
+        async def answer(error: Exception) -> None:
+            await (await self._answer(Request(scope), error))(scope, receive, send_with_id)
+
         try:
             await self.app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server ends; raised again, it would be a traceback in uvicorn's log
+            record.error = "server_ended"
+            if record.status is None:
+                await answer(EngineClosed("the server ended before the request was finished"))
         except Exception as error:
             if record.status is not None:  # the answer has begun
                 raise
-            await (await self._answer(Request(scope), error))(scope, receive, send_with_id)
+            await answer(error)
         finally:
             write_line(scope, record, time.perf_counter() - started_s)
 

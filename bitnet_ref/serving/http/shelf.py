@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ...errors import BitNetRefError, OutOfMemory, describe_error
+from ...errors import BitNetRefError, EngineClosed, OutOfMemory, describe_error
 from ...formats.hashes import weight_hash
 from ...system.sharing import model_files
 from ..engine import Engine
@@ -75,6 +75,7 @@ class ModelShelf:
         self._has_default = default is not None
         self._open, self._budget, self._idle_s = open_engine, budget_bytes, idle_s
         self.is_ready = False  # whether the first models are loaded
+        self.is_closed = False
 
     def name(self, wanted: str | None) -> str:
         """The name of the model that a request means; None and "" mean the default. Raises RequestError."""
@@ -117,7 +118,8 @@ class ModelShelf:
     async def borrow(self, place: Place) -> AsyncIterator[Engine]:
         """The model's engine, loaded if it is not; it stays while it is borrowed.
 
-        Raises RequestError where there is no room for it now, or its files are gone or wrong.
+        Raises RequestError where there is no room for it now, or its files are gone or wrong, EngineClosed after
+        `close`.
         """
         if place.base is not None:
             async with self.borrow(place.base) as engine:
@@ -126,6 +128,8 @@ class ModelShelf:
         place.users += 1  # first, so that it is not dropped between
         try:
             async with place.lock:
+                if self.is_closed:
+                    raise EngineClosed("the server is ending")
                 if place.engine is not None and place.engine.closed:  # by a fault of its own: it needs no memory now
                     place.engine = None
                     await asyncio.to_thread(gc.collect)
@@ -219,9 +223,10 @@ class ModelShelf:
                     await self._drop(place)
 
     async def close(self, drain: bool) -> None:
-        for place in self.unique_places:
-            if place.engine is not None:
-                await place.engine.aclose(drain)
+        """Close the engines, and lend none after that. drain: whether their requests may finish."""
+        self.is_closed = True
+        engines = [place.engine for place in self.unique_places if place.engine is not None]
+        await asyncio.gather(*(engine.aclose(drain) for engine in engines))
 
 
 def _file_bytes(source: Path) -> int:
