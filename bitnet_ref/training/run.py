@@ -33,7 +33,7 @@ from ..formats.hf.config import parse_hf_config
 from ..formats.prepared import sum_pages
 from ..formats.safetensors import SafetensorsFile, content_hash
 from ..reference.config import ModelConfig
-from ..system.atomic import atomic_path, explain_os_errors, is_same_file
+from ..system.atomic import atomic_path, explain_os_errors, is_same_file, lock_folder
 from ..system.json_file import open_regular, read_toml
 from ..system.options import FLAG, TEXT, TEXT_OR_NONE, ListOf, Number, choice, option, read_options, suggest
 from ..tokenizers import Tokenizer, load_tokenizer_files
@@ -175,7 +175,7 @@ class TrainingRun:
     """A run in a folder: `TrainingRun(settings, folder, model).run()`; `resume=True` goes on from its checkpoint.
 
     Killed at any moment and resumed on the same backend, it gives the same losses, to the bit, as if it had not been
-    interrupted.
+    interrupted. The folder is locked until `run` ends, or until the object is no more.
     """
 
     def __init__(
@@ -193,14 +193,31 @@ class TrainingRun:
         the texts.
 
         Raises FormatError, ConfigError, TokenizerError; FormatError too when the folder has a run and `resume` is not
-        asked, and when its checkpoint is of another model or other settings.
+        asked, and when its checkpoint is of another model or other settings; StorageError when another run has the
+        folder now.
         """
         self.settings, self.folder = settings, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_files_apart()
-        checkpoint = self.folder / CHECKPOINT
-        if checkpoint.exists() and not resume:
-            raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
+        self._unlock = lock_folder(self.folder, self)
+        try:
+            self._prepare(model, resume, threads, backend, progress)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _prepare(
+        self,
+        model: dict[str, Any] | None,
+        resume: bool,
+        threads: int | None,
+        backend: str,
+        progress: Progress | None,
+    ) -> None:
+        """Open what the run reads, and bring the folder to the state of its checkpoint."""
+        settings, checkpoint = self.settings, self.folder / CHECKPOINT
+        if not resume:
+            self._check_no_run()
         rates = (settings.lr, settings.steps, settings.warmup_steps, settings.min_lr, settings.second_lr)
         schedule = Schedule(settings.schedule, *rates, settings.weight_decay, settings.decay_steps)
         distillation, self._teacher_hash = None, ""
@@ -256,6 +273,15 @@ class TrainingRun:
     def _adapter(self) -> dict[str, Any]:
         """What the settings say of the adapter."""
         return {name: getattr(self.settings, f"lora_{name}") for name in ("alpha", "rank", "targets")}
+
+    def _check_no_run(self) -> None:
+        """Raise FormatError where a run's checkpoint or model would be replaced. Metrics alone are begun anew."""
+        if (checkpoint := self.folder / CHECKPOINT).exists():
+            raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
+        for name in (MODEL, ADAPTER):
+            if (model := self.folder / name).exists():
+                message = f"is here already, without {CHECKPOINT} to resume from; choose another folder, or delete it"
+                raise FormatError(message, path=model)
 
     def _check_files_apart(self) -> None:
         """Raise ConfigError where the run would replace what it reads."""
@@ -323,6 +349,14 @@ class TrainingRun:
 
         Raises NumericsError, naming the tensor, for NaN and for a loss that leaps; the last checkpoint stays as it is.
         """
+        self._unlock()
+        self._unlock = lock_folder(self.folder, self)  # an earlier call has released it
+        try:
+            return self._run(report, writer)
+        finally:
+            self._unlock()
+
+    def _run(self, report: Callable[[StepMetrics], None] | None, writer: Any) -> StepMetrics:
         settings, row = self.settings, None
         while self.step < settings.steps:
             row = self._one_step()

@@ -105,6 +105,56 @@ def test_a_run_and_its_model(config, tmp_path):
         start(config, tmp_path / "run")
 
 
+def test_one_run_at_a_time_writes_into_a_folder(config, tmp_path):
+    """From its first moment on, before there is a checkpoint, and with `resume` too."""
+    refused, folder = [], tmp_path / "run"
+
+    def start_others(row):
+        for resume in (False, True):
+            with pytest.raises(StorageError, match="run: another run is writing into it; wait for its end"):
+                start(config, folder, resume=resume)
+            refused.append(row.step)
+
+    run = start(config, folder)
+    run.run(start_others)
+    assert refused == [step for step in range(1, 13) for _ in range(2)]
+    assert [row["step"] for row in rows_of(folder)] == [str(step) for step in range(1, 13)]
+    again = start(config, folder, resume=True)  # released, though `run` is still there
+    with pytest.raises(StorageError, match="another run"):
+        run.run()
+    with pytest.raises(ConfigError, match="is finished"):
+        again.run()
+    config.write_text(config.read_text().replace("batch = 3", "batch = 2"))
+    for _ in range(2):  # one that cannot begin holds no lock
+        with pytest.raises(FormatError, match="of another run") as _caught:
+            start(config, folder, resume=True)
+
+
+def test_what_a_run_without_a_checkpoint_has_left(config, tmp_path):
+    """Its metrics are begun anew; its model is not replaced unless it is asked."""
+    folder = tmp_path / "run"
+
+    def stop(row):
+        if row.step == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        start(config, folder).run(stop)
+    assert len(rows_of(folder)) == 3
+    start(config, folder).run()
+    assert [row["step"] for row in rows_of(folder)] == [str(step) for step in range(1, 13)]
+    metrics = (folder / "metrics.csv").read_bytes()
+    (folder / "checkpoint.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"model: is here already, without checkpoint\.safetensors to resume from"):
+        start(config, folder)
+    assert (folder / "metrics.csv").read_bytes() == metrics
+    (folder / "model").rename(folder / "adapter")
+    with pytest.raises(FormatError, match="adapter: is here already"):
+        start(config, folder)
+    start(config, folder, resume=True)
+    assert rows_of(folder) == []
+
+
 class Stop(Exception):
     pass
 
