@@ -216,6 +216,7 @@ class TrainingRun:
     ) -> None:
         """Open what the run reads, and bring the folder to the state of its checkpoint."""
         settings, checkpoint = self.settings, self.folder / CHECKPOINT
+        self.saved_step = 0  # of the checkpoint; 0 without one
         if not resume:
             self._check_no_run()
         rates = (settings.lr, settings.steps, settings.warmup_steps, settings.min_lr, settings.second_lr)
@@ -449,6 +450,7 @@ class TrainingRun:
         hashes = {name: ("F32", array.shape, _hash_array(to_host(array))) for name, array in arrays.items()}
         metadata["content_hash"] = content_hash(metadata, hashes)
         write_masters(self.folder / CHECKPOINT, arrays, metadata)
+        self.saved_step = self.step
 
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
@@ -494,7 +496,7 @@ class TrainingRun:
                     if tensor not in file.tensors or file.tensors[tensor].shape != master.shape:
                         raise FormatError("the tensor is missing, or of another shape", path=path, field=tensor)
                     part[name] = trainer.to_device(file.read(tensor).copy())
-        optimizer.step = step
+        optimizer.step = self.saved_step = step
         self._recent.extend(recent)
 
     def _cut_metrics(self) -> None:

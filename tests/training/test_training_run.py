@@ -845,17 +845,24 @@ def test_the_shell_says_how_to_go_on(config, tmp_path, monkeypatch):
     command = ["train", str(config), "--out", str(tmp_path / "run")]
     one_step = TrainingRun._one_step
 
-    def interrupted(run):
-        if run.step == 5:
-            raise KeyboardInterrupt
-        return one_step(run)
+    def interrupted(after, *options):
+        def one_step_or_stop(run):
+            if run.step == after:
+                raise KeyboardInterrupt
+            return one_step(run)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingRun, "_one_step", interrupted)
-        run = CliRunner().invoke(cli, command)
-    assert run.exit_code == 130
-    words = run.stderr.strip().splitlines()[-1]
-    assert words.endswith(f"{' '.join(command)} --resume")
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingRun, "_one_step", one_step_or_stop)
+            run = CliRunner().invoke(cli, [*command, *options])
+        assert run.exit_code == 130
+        return run.stderr.splitlines()[1:-1]  # between the size of the model and the line after ^C
+
+    nothing = "stopped after step 3 of 12; nothing is saved yet (save_every = 4), so the next run begins anew"
+    assert interrupted(3) == interrupted(3, "--resume") == [nothing]
+    goes_on = "stopped after step 5 of 12; this goes on from the checkpoint of step 4:"
+    for options in ((), ("--resume",)):
+        remark, line = interrupted(5, *options)
+        assert (remark, line.endswith(f"{' '.join(command)} --resume")) == (goes_on, True)
     run = CliRunner().invoke(cli, [*command, "--resume"])
     assert (run.exit_code, run.stderr.splitlines()[0].rpartition(", ")[2]) == (0, "steps 5 to 12")
     run = CliRunner().invoke(cli, [*command, "--resume"])
