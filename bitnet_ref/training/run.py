@@ -389,13 +389,17 @@ class TrainingRun:
         trainer.mix = min(1.0, (self.step + 1) / settings.mix_steps) if settings.mix_steps else 1.0
         batch = self.train.batch(self.step, settings.batch, settings.context, settings.seed)
         lr, weight_decay = trainer.schedule.at(self.step)
-        loss, gradients = trainer.loss_and_gradients(batch)
+        advice = f"{'Resume from the checkpoint' if self.saved_step else 'Begin anew'} with a lower lr or max_norm"
+        try:
+            loss, gradients = trainer.loss_and_gradients(batch)
+        except NumericsError as error:
+            raise NumericsError(f"{error.message}. {advice}", tensor=error.tensor) from error
         if len(self._recent) == _SPIKE_STEPS and loss > settings.spike * median(self._recent):
             largest = max(gradients, key=lambda name: float(np.abs(gradients[name]).max()))
             raise NumericsError(
                 f"the loss leapt to {loss:.3f} in step {self.step + 1} (median of the last {_SPIKE_STEPS}: "
-                f"{median(self._recent):.3f}); the largest gradient is that of {largest}. Resume from the checkpoint "
-                "with a lower lr or max_norm"
+                f"{median(self._recent):.3f}); the largest gradient is that of {largest}. {advice}",
+                tensor=largest,
             )
         norm = trainer.apply(gradients)
         self._recent.append(loss)

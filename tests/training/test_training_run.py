@@ -261,10 +261,24 @@ def test_kill_9_at_any_moment(config, tmp_path):
 
 
 def test_nan_and_leaps_stop_the_run(config, tmp_path):
-    run = start(config, tmp_path / "nan")
-    run.trainer.masters["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan
-    with pytest.raises(NumericsError, match="NaN"):
-        run.run()
+    for name, place in (
+        ("layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj: absmean_scale"),
+        ("layers.1.post_attention_layernorm", "the input of model.layers.1.mlp.gate_proj: quantize_activations"),
+        ("embed_tokens", "the input of model.layers.0.input_layernorm: rms_norm"),
+        ("norm", "the gradient of model.embed_tokens.weight holds"),
+    ):
+        run = start(config, tmp_path / name)
+        run.trainer.masters[f"model.{name}.weight"][:] = np.inf
+        with pytest.raises(NumericsError, match=rf"^training step 1: {place}.*Inf\. Begin anew with a lower lr"):
+            run.run()
+    run = start(config, tmp_path / "late")
+
+    def spoil(row):
+        if row.step == 4:  # which is saved
+            run.trainer.masters["model.embed_tokens.weight"][:] = np.nan
+
+    with pytest.raises(NumericsError, match=r"^training step 5: the input of .*Inf\. Resume from the checkpoint with"):
+        run.run(spoil)
     text = config.read_text().replace("steps = 12", "steps = 60").replace("save_every = 4", "save_every = 20")
     config.write_text(text + "spike = 1.5\n")
     run = start(config, tmp_path / "leap")
