@@ -245,12 +245,13 @@ def say_error(message: str, label: str = "Error") -> None:
 
 def prepare_streams() -> None:
     """A terminal or pipe that is not UTF-8 gets a question mark for what it cannot show, instead of a traceback.
-    Streams that are closed (`2>&-`) are empty."""
+    A stdin or stderr that is closed (`2>&-`) is empty; writing to a closed stdout fails as on a full disk."""
     if sys.stdin is None:
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(os.devnull)), encoding="utf-8")
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+    if sys.stdout is None:
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: SIM115 - open to the end
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
