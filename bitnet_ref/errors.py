@@ -214,6 +214,15 @@ class NumericsError(BitNetRefError):
         super().__init__(message)
 
 
+@contextmanager
+def numerics_errors_of(place: str) -> Iterator[None]:
+    """A NumericsError of an op that is raised inside, and knows the token alone, also names this place."""
+    try:
+        yield
+    except NumericsError as error:
+        raise NumericsError(f"{place}: {error.message}", tensor=error.tensor) from error
+
+
 class GenerationError(BitNetRefError):
     """A bad generation parameter, a prompt that does not fit the context, a full queue, or a cancelled request."""
 

@@ -23,14 +23,14 @@ from .shell import (
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.status import Status
-    from rich.table import Table
     from rich.text import Text
 
     from ..crossval.doctor import BackendState, Installation
     from ..crossval.paths import PathCheck
+    from .shell import WholeTable
 
 READY = ' You are ready: bitnet-ref generate "Once upon a time"'
-PATH_WIDTH, STATE_WIDTH = 27, 6  # of the columns of a check's row; a longer name pushes its own row to the right
+ROW_WIDTHS = 27, 6, 20  # of path, state and result of a check; a longer path pushes its own row to the right
 CHECKED = "execution paths and known answers"
 
 
@@ -151,7 +151,7 @@ class CheckRows:
         self._passed.clear()
         count = f"{failed} of {checks}" if failed else f"{checks}"
         cells = self._last_backend, state_of(not failed), f"{count} checks: {CHECKED}"
-        return [make_row(cells, (PATH_WIDTH, STATE_WIDTH))]
+        return [make_row(cells, ROW_WIDTHS)]
 
     def _print(self, rows: list[RenderableType]) -> None:
         if not rows:
@@ -173,10 +173,10 @@ class CheckRows:
             self._status.stop()
 
 
-def check_row(check: PathCheck) -> Table:
+def check_row(check: PathCheck) -> WholeTable:
     """(path, state, result) of a check of an execution path."""
     compared = f"{check.compared:,} compared: " if check.compared else ""
-    return make_row((check.path, state_of(check.passed), f"{compared}{check.detail}"), (PATH_WIDTH, STATE_WIDTH))
+    return make_row((check.path, state_of(check.passed), f"{compared}{check.detail}"), ROW_WIDTHS)
 
 
 def state_of(passed: bool) -> Text:

@@ -13,8 +13,14 @@ import numpy as np
 from click.core import ParameterSource
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, count_of
-from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
+from ..errors import ConfigError, FormatError, GenerationError, count_of
+from ..generation.embed import (
+    PRECISIONS,
+    instruction_prompt,
+    published_prompts,
+    quantize_embeddings,
+    token_rows,
+)
 from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from .generation_options import (
@@ -39,7 +45,7 @@ BATCH = 32  # texts between two reports of progress
 
 @click.command(cls=SectionedCommand, short_help="Turn texts into vectors.")
 @click.argument("texts", nargs=-1)
-@click.option("--file", "file", type=INPUT_FILE, help="Texts, one for each line.")
+@click.option("--file", "file", type=INPUT_FILE, help="Texts, one for each line, empty ones too.")
 @click.option(
     "--out", type=OutputFile(".npy", ".jsonl"), help="Write the vectors there: .npy, or .jsonl with the texts."
 )
@@ -68,8 +74,8 @@ def embed(
 
     Without --out the similarity of each text to the first is shown; --json gives the vectors.
     """
-    lines = "" if file is None else read_text(file).removeprefix("\ufeff").replace("\r\n", "\n")
-    rows = [*texts, *filter(None, lines.split("\n"))]  # splitlines() would also split at form feeds and U+2028
+    lines = [] if file is None else lines_of(file)
+    rows = [*texts, *lines]
     if not rows:
         raise click.UsageError("no texts: give some, or --file")
     if sum(each is not None for each in (instruct, prompt, prompt_name)) > 1:
@@ -81,6 +87,7 @@ def embed(
     before = instruction_prompt(instruct) if instruct is not None else prompt
     if prompt_name is not None:
         before = prompt_of(model, prompt_name)
+    check_blank_lines(model, lines, before, file)
     vectors = embed_all(spread(opener, count, address, model), rows, before, dimensions)
     numbers = vectors if quantize is None else quantize_embeddings(vectors, quantize)
     if out is not None:
@@ -93,6 +100,26 @@ def embed(
         say("similarity to the first text:")
         for text, similarity in zip(rows, vectors @ vectors[0], strict=True):
             click.echo(f"{similarity:7.4f}  {text}")
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a file of texts, empty ones too: vector i is that of line i."""
+    text = read_text(file).removeprefix("\ufeff").replace("\r\n", "\n")
+    return text.removesuffix("\n").split("\n") if text else []  # splitlines() would also split at form feeds, U+2028
+
+
+def check_blank_lines(model: Model, lines: list[str], prompt: str | None, file: Path | None) -> None:
+    """Raise FormatError for the first blank line of which the model's tokenizer makes no token."""
+    first_numbers: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            first_numbers.setdefault(line, number)
+    for line, number in first_numbers.items():
+        try:
+            token_rows(model, [line], prompt)
+        except GenerationError as error:
+            message = f"the line is blank: {error.message}; put a text there, or delete it"
+            raise FormatError(message, path=file, field=f"line {number}") from error
 
 
 def warn_of_names_among(texts: tuple[str, ...]) -> None:

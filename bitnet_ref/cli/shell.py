@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -245,12 +245,13 @@ def say_error(message: str, label: str = "Error") -> None:
 
 def prepare_streams() -> None:
     """A terminal or pipe that is not UTF-8 gets a question mark for what it cannot show, instead of a traceback.
-    Streams that are closed (`2>&-`) are empty."""
+    A stdin or stderr that is closed (`2>&-`) is empty; writing to a closed stdout fails as on a full disk."""
     if sys.stdin is None:
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(os.devnull)), encoding="utf-8")
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+    if sys.stdout is None:
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: SIM115 - open to the end
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
@@ -335,10 +336,11 @@ def make_table(
     return WholeTable(columns, [[*row, *[""] * (len(columns) - len(row))] for row in cells], title, style)
 
 
-def make_row(cells: Sequence[RenderableType], widths: Sequence[int]) -> Table:
-    """One row of a table that is shown row by row. All columns but the last have a width that they exceed at need."""
-    table = WholeTable([*["|"] * len(widths), ""], [])
-    return table._table([[printable(each, keep="") if isinstance(each, str) else each for each in cells]], [*widths, 0])
+def make_row(cells: Sequence[RenderableType], widths: Sequence[int]) -> WholeTable:
+    """One row of a table that is shown row by row. Columns have a width that they exceed at need; the last one wraps.
+    Where the widths do not fit, the first cell has a line of its own."""
+    table = make_table([*["|"] * (len(cells) - 1), ""], [cells])
+    return replace(table, min_widths=widths)
 
 
 @dataclass
@@ -350,16 +352,17 @@ class WholeTable:
     rows: list[list[RenderableType]]
     title: str | None = None
     style: str | None = None
+    min_widths: Sequence[int] = ()  # of the columns, where there is room for them; (): none
 
     def __rich_console__(self, out: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
         from rich.padding import Padding
 
         if self.fits(out, options.max_width):
-            yield self._table(self.rows, [0] * len(self.columns))
+            yield self._table(self.rows, self.min_widths or [0] * len(self.columns))
             return
         if self.title:
             yield style_text(self.title, "bold")
-        below = WholeTable(self.columns[1:], [row[1:] for row in self.rows])
+        below = WholeTable(self.columns[1:], [row[1:] for row in self.rows], min_widths=self.min_widths[1:])
         in_columns = len(self.columns) > 2 and below.fits(out, options.max_width - 2)
         for number, (first, *others) in enumerate(self.rows):
             yield style_text(first, self.style or "") if isinstance(first, str) else first
@@ -384,7 +387,8 @@ class WholeTable:
         for number, column in enumerate(self.columns):
             cells = [Measurement.get(out, out.options.update(width=10_000), row[number]) for row in self.rows]
             head = max((len(word) for word in column.lstrip(">|").split()), default=0)
-            widths.append(max([head, *(cell.maximum if "|" in column else cell.minimum for cell in cells)]))
+            least = self.min_widths[number] if self.min_widths else 0
+            widths.append(max([least, head, *(cell.maximum if "|" in column else cell.minimum for cell in cells)]))
         return widths
 
     def _table(self, rows: Iterable[Sequence[RenderableType]], widths: Sequence[int], header: bool = True) -> Table:

@@ -14,6 +14,7 @@ import click
 from ..backends import NAMES
 from ..errors import BackendUnavailable
 from .shell import LoadingBar, OutputFolder, common_options, console, report, say, shell_line, wants_json
+from .signals import Ended
 
 if TYPE_CHECKING:
     from ..training.run import StepMetrics
@@ -53,7 +54,7 @@ def train(
     that was interrupted, or killed, goes on with --resume as if nothing had happened. With --lora the folder is called
     adapter, as peft writes it; it names its model, and loads with it.
     """
-    from ..training.run import CHECKPOINT, TrainingRun, read_run
+    from ..training.run import TrainingRun, read_run
 
     settings, model = read_run(config)
     teacher, init = teacher or settings.teacher, init or settings.init
@@ -68,9 +69,13 @@ def train(
     try:
         with TrainingBar(run.step, settings.steps) as progress:
             last = run.run(progress.show, writer)
-    except KeyboardInterrupt:
-        if (checkpoint := out / CHECKPOINT).exists():
-            say(f"this goes on from {checkpoint}:\n{shell_line()}{'' if resume else ' --resume'}")
+    except (KeyboardInterrupt, Ended):
+        stopped = f"stopped after step {run.step} of {settings.steps}"
+        if run.saved_step:
+            command = f"{shell_line()}{'' if resume else ' --resume'}"
+            say(f"{stopped}; this goes on from the checkpoint of step {run.saved_step}:\n{command}")
+        else:
+            say(f"{stopped}; nothing is saved yet (save_every = {settings.save_every}), so the next run begins anew")
         raise
     facts = {"folder": str(out), run.output.name: str(run.output), "parameters": parameters, **asdict(last)}
     validation = "" if last.validation_loss is None else f", validation loss {last.validation_loss:.3f}"

@@ -16,7 +16,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -44,6 +45,26 @@ def lock_file(descriptor: int, *, block: bool = True) -> None:
     """
     if CAN_LOCK:
         flock(descriptor, LOCK_EX if block else LOCK_EX | LOCK_NB)
+
+
+def lock_folder(folder: Path, owner: object) -> Callable[[], object]:
+    """Lock the folder of a run until the returned function is called, or until `owner` is no more.
+
+    Raises StorageError when another process, or another owner in this one, holds the lock.
+    """
+    if not CAN_LOCK:
+        return lambda: None
+    with explain_os_errors(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock_file(descriptor, block=False)
+    except BlockingIOError:
+        os.close(descriptor)
+        message = "another run is writing into it; wait for its end, or choose another folder"
+        raise StorageError(message, path=folder) from None
+    except OSError:
+        pass  # a file system without locks
+    return weakref.finalize(owner, os.close, descriptor)
 
 
 @contextmanager

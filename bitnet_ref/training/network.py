@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, numerics_errors_of
 from ..families import differences_from_llama, family_of
 from ..families.qwen import Qwen3Layer
 from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
@@ -128,7 +128,8 @@ class TrainingNetwork:
     def _step_linears(self, modules: tuple[str, ...], quantized: bool, mix: float) -> StepLinear:
         """The matrices of some linears of one input, stacked."""
         masters, kind = [self.masters[f"{module}.weight"] for module in modules], self.ops.StepLinear
-        stacked: StepLinear = kind.quantize(masters, mix) if quantized and mix > 0 else kind.dense(masters)
+        with numerics_errors_of(", ".join(modules)):
+            stacked: StepLinear = kind.quantize(masters, mix) if quantized and mix > 0 else kind.dense(masters)
         return stacked
 
     # -- one sequence --------------------------------------------------------------------------------------------------
@@ -268,7 +269,8 @@ class TrainingNetwork:
     def _norm_of(self, x: Floats, master: str, eps: float, state: SequencePass) -> tuple[Floats, Backward]:
         """RMSNorm over the last axis of x, (T, D) or (T, H, d)."""
         weight, rows = self.masters[master], x.reshape(-1, x.shape[-1])
-        y, r = self.ops.rms_norm(rows, weight, eps)
+        with numerics_errors_of(f"the input of {master.removesuffix('.weight')}"):
+            y, r = self.ops.rms_norm(rows, weight, eps)
 
         def backward(dy: Floats) -> Floats:
             of_rows = self.ops.rms_norm_backward(dy.reshape(rows.shape), rows, weight, r)
@@ -289,7 +291,8 @@ class TrainingNetwork:
             norm_backward: Backward = pass_through
             if group.norm is not None:
                 h, norm_backward = self._norm_of(x, group.norm, group.norm_eps, state)
-            parts, saved = self.ops.linear(h, group.weight)
+            with numerics_errors_of(f"the input of {group.modules[0]}"):
+                parts, saved = self.ops.linear(h, group.weight)
             if group.biased:
                 parts = [y + self.masters[f"{m}.bias"] for m, y in zip(group.modules, parts, strict=True)]
             outputs += parts

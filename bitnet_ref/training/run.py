@@ -33,7 +33,7 @@ from ..formats.hf.config import parse_hf_config
 from ..formats.prepared import sum_pages
 from ..formats.safetensors import SafetensorsFile, content_hash
 from ..reference.config import ModelConfig
-from ..system.atomic import atomic_path, explain_os_errors, is_same_file
+from ..system.atomic import atomic_path, explain_os_errors, is_same_file, lock_folder
 from ..system.json_file import open_regular, read_toml
 from ..system.options import FLAG, TEXT, TEXT_OR_NONE, ListOf, Number, choice, option, read_options, suggest
 from ..tokenizers import Tokenizer, load_tokenizer_files
@@ -175,7 +175,7 @@ class TrainingRun:
     """A run in a folder: `TrainingRun(settings, folder, model).run()`; `resume=True` goes on from its checkpoint.
 
     Killed at any moment and resumed on the same backend, it gives the same losses, to the bit, as if it had not been
-    interrupted.
+    interrupted. The folder is locked until `run` ends, or until the object is no more.
     """
 
     def __init__(
@@ -193,14 +193,32 @@ class TrainingRun:
         the texts.
 
         Raises FormatError, ConfigError, TokenizerError; FormatError too when the folder has a run and `resume` is not
-        asked, and when its checkpoint is of another model or other settings.
+        asked, and when its checkpoint is of another model or other settings; StorageError when another run has the
+        folder now.
         """
         self.settings, self.folder = settings, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_files_apart()
-        checkpoint = self.folder / CHECKPOINT
-        if checkpoint.exists() and not resume:
-            raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
+        self._unlock = lock_folder(self.folder, self)
+        try:
+            self._prepare(model, resume, threads, backend, progress)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _prepare(
+        self,
+        model: dict[str, Any] | None,
+        resume: bool,
+        threads: int | None,
+        backend: str,
+        progress: Progress | None,
+    ) -> None:
+        """Open what the run reads, and bring the folder to the state of its checkpoint."""
+        settings, checkpoint = self.settings, self.folder / CHECKPOINT
+        self.saved_step = 0  # of the checkpoint; 0 without one
+        if not resume:
+            self._check_no_run()
         rates = (settings.lr, settings.steps, settings.warmup_steps, settings.min_lr, settings.second_lr)
         schedule = Schedule(settings.schedule, *rates, settings.weight_decay, settings.decay_steps)
         distillation, self._teacher_hash = None, ""
@@ -256,6 +274,15 @@ class TrainingRun:
     def _adapter(self) -> dict[str, Any]:
         """What the settings say of the adapter."""
         return {name: getattr(self.settings, f"lora_{name}") for name in ("alpha", "rank", "targets")}
+
+    def _check_no_run(self) -> None:
+        """Raise FormatError where a run's checkpoint or model would be replaced. Metrics alone are begun anew."""
+        if (checkpoint := self.folder / CHECKPOINT).exists():
+            raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
+        for name in (MODEL, ADAPTER):
+            if (model := self.folder / name).exists():
+                message = f"is here already, without {CHECKPOINT} to resume from; choose another folder, or delete it"
+                raise FormatError(message, path=model)
 
     def _check_files_apart(self) -> None:
         """Raise ConfigError where the run would replace what it reads."""
@@ -323,6 +350,14 @@ class TrainingRun:
 
         Raises NumericsError, naming the tensor, for NaN and for a loss that leaps; the last checkpoint stays as it is.
         """
+        self._unlock()
+        self._unlock = lock_folder(self.folder, self)  # an earlier call has released it
+        try:
+            return self._run(report, writer)
+        finally:
+            self._unlock()
+
+    def _run(self, report: Callable[[StepMetrics], None] | None, writer: Any) -> StepMetrics:
         settings, row = self.settings, None
         while self.step < settings.steps:
             row = self._one_step()
@@ -354,13 +389,17 @@ class TrainingRun:
         trainer.mix = min(1.0, (self.step + 1) / settings.mix_steps) if settings.mix_steps else 1.0
         batch = self.train.batch(self.step, settings.batch, settings.context, settings.seed)
         lr, weight_decay = trainer.schedule.at(self.step)
-        loss, gradients = trainer.loss_and_gradients(batch)
+        advice = f"{'Resume from the checkpoint' if self.saved_step else 'Begin anew'} with a lower lr or max_norm"
+        try:
+            loss, gradients = trainer.loss_and_gradients(batch)
+        except NumericsError as error:
+            raise NumericsError(f"{error.message}. {advice}", tensor=error.tensor) from error
         if len(self._recent) == _SPIKE_STEPS and loss > settings.spike * median(self._recent):
             largest = max(gradients, key=lambda name: float(np.abs(gradients[name]).max()))
             raise NumericsError(
                 f"the loss leapt to {loss:.3f} in step {self.step + 1} (median of the last {_SPIKE_STEPS}: "
-                f"{median(self._recent):.3f}); the largest gradient is that of {largest}. Resume from the checkpoint "
-                "with a lower lr or max_norm"
+                f"{median(self._recent):.3f}); the largest gradient is that of {largest}. {advice}",
+                tensor=largest,
             )
         norm = trainer.apply(gradients)
         self._recent.append(loss)
@@ -415,6 +454,7 @@ class TrainingRun:
         hashes = {name: ("F32", array.shape, _hash_array(to_host(array))) for name, array in arrays.items()}
         metadata["content_hash"] = content_hash(metadata, hashes)
         write_masters(self.folder / CHECKPOINT, arrays, metadata)
+        self.saved_step = self.step
 
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
@@ -460,7 +500,7 @@ class TrainingRun:
                     if tensor not in file.tensors or file.tensors[tensor].shape != master.shape:
                         raise FormatError("the tensor is missing, or of another shape", path=path, field=tensor)
                     part[name] = trainer.to_device(file.read(tensor).copy())
-        optimizer.step = step
+        optimizer.step = self.saved_step = step
         self._recent.extend(recent)
 
     def _cut_metrics(self) -> None:

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from ..backends import available_backends, choose_cpu
 from ..backends.backend import blas_threads
 from ..backends.cuda import open_device
-from ..errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError, require_number
+from ..errors import (
+    BackendUnavailable,
+    ConfigError,
+    FormatError,
+    NumericsError,
+    ShapeError,
+    numerics_errors_of,
+    require_number,
+)
 from ..formats.checkpoint import parts, scale_convention
 from ..formats.hf.config import read_hf_config
 from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint, refuse_adapter
@@ -210,15 +218,15 @@ class Trainer:
         tokens: (B, T) int, T >= 2, or a list of sequences (T,) of any lengths; memory does not grow with B.
         -> loss in nats, {hub name: array like the master}
 
-        Raises ShapeError for other arrays or ids outside the vocabulary, NumericsError naming the first master whose
-        gradient holds NaN or Inf.
+        Raises ShapeError for other arrays or ids outside the vocabulary; NumericsError naming the norm or linear whose
+        input holds NaN or Inf, or the first master whose gradient does.
         """
         rows = self._check(tokens)
         weight = 1 / sum(len(row) - 1 for row in rows)
         losses: list[NDArray[np.float64]] = []
         gradients: Masters = {}
         in_work: deque[Future[tuple[NDArray[np.float64], Masters]]] = deque()
-        with self._workers() as pool:
+        with numerics_errors_of(f"training step {self.optimizer.step + 1}"), self._workers() as pool:
             network = self.network(pool.map)
             for row in [*rows, *[None] * (self.threads + 1)]:
                 if row is not None:
@@ -236,8 +244,7 @@ class Trainer:
             finite = pool.map(lambda name: bool(np.isfinite(gradients[name]).all()), self.masters)
             for name, is_finite in zip(self.masters, finite, strict=True):
                 if not is_finite:
-                    step = self.optimizer.step
-                    raise NumericsError(f"training: the gradient of {name} holds NaN or Inf in step {step}")
+                    raise NumericsError(f"the gradient of {name} holds NaN or Inf", tensor=name)
         return _mean(losses), gradients
 
     def step(self, tokens: Batch) -> float:

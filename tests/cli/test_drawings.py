@@ -325,7 +325,7 @@ def tables(out):
     out.print(make_table(("|name", "what", ">|size"), ROWS, title="A title", style="cyan"))
     out.print(make_table(("", "", ""), ROWS))
     out.print(make_table(("|a", "b"), [("only one",)]))
-    out.print(make_row(("a longer name", style_text("ok", "red"), "rest"), (5, 6)))
+    out.print(make_row(("a longer name", style_text("ok", "red"), "rest"), (5, 6, 4)))
 
 
 DRAWINGS = {
@@ -335,6 +335,7 @@ DRAWINGS = {
         replace(BARE, extension={"built": True, "openmp": False, "why": None}), out
     ),
     "doctor, checks": lambda out: [out.print(doctor_command.check_row(check)) for check in CHECKS],
+    "doctor, checks, narrow": (lambda out: [out.print(doctor_command.check_row(check)) for check in CHECKS], 40),
     "doctor, verdicts": lambda out: [doctor_command.draw_verdict("so it is", agrees, out) for agrees in (True, False)],
     "kernels": lambda out: bench_command.draw_kernels(KERNELS, out),
     "kernels, wrong": lambda out: bench_command.draw_kernels(WRONG, out),

@@ -39,7 +39,7 @@ def test_similarities_vectors_and_files(tmp_path):
     assert shown.exit_code == 0
     assert [line.split("  ")[-1] for line in shown.stdout.splitlines()] == TEXTS
     assert shown.stdout.startswith(" 1.0000  The cat")
-    (tmp_path / "lines.txt").write_text("\n".join(TEXTS) + "\n\n", encoding="utf-8-sig")
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS) + "\n", encoding="utf-8-sig")
     as_json = json.loads(invoke("--file", tmp_path / "lines.txt", "--json").stdout)
     assert (as_json["texts"], as_json["dimensions"], as_json["dtype"]) == (3, 256, "float32")
     np.testing.assert_array_equal(np.array(as_json["vectors"], dtype=np.float32), expected)
@@ -59,6 +59,26 @@ def test_similarities_vectors_and_files(tmp_path):
     assert (few["dimensions"], invoke("x", "--dimensions", 257).exit_code) == (7, 2)
     assert invoke("Zoë", "--out", tmp_path / "z.jsonl").exit_code == 0
     assert "Zoë".encode() in (tmp_path / "z.jsonl").read_bytes()
+
+
+def test_vector_i_is_of_line_i(tmp_path):
+    """An empty line is a text of its special tokens; without any it is refused."""
+    file, m = tmp_path / "lines.txt", model("storyteller")
+    for end in ("", "\n"):
+        file.write_text(f"The cat.\n\n \nShips.{end}")
+        assert invoke("--file", file, "--out", tmp_path / "v.npy").exit_code == 0
+        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), m.embed(["The cat.", "", " ", "Ships."]))
+    file.write_text("\n")
+    assert invoke("--file", file, "--out", tmp_path / "v.npy").stderr.startswith("1 vector ")
+    file.write_text("")
+    assert invoke("--file", file).exit_code == 2
+    file.write_text("The cat.\n\n\nShips.\n")
+    bare = shutil.copytree(ASSETS / "storyteller", tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    refused = invoke("--model", bare, "--file", file)
+    assert refused.exit_code == 3
+    assert f"{file}, line 2: the line is blank: expected a non-empty list of token ids" in refused.stderr
+    assert invoke("--model", bare, "--file", file, "--prompt", "Text: ").exit_code == 0
 
 
 @pytest.mark.thorough

@@ -153,12 +153,35 @@ def test_a_reader_that_left_before_the_report():
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
 def test_a_closed_stream_is_empty(closed):
-    command = f"{sys.executable} -m bitnet_ref generate - --max-tokens 1 {closed}"
-    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    done = run_in_shell(f"generate - --max-tokens 1 {closed}")
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("generate Alice --max-tokens 1 >&-", 3),
+        ("generate Alice --max-tokens 1 --json <&- >&-", 3),
+        ("inspect storyteller >&-", 3),
+        ("--version >&-", 3),
+        ("generate --help >&-", 3),
+        ("generate --no-such-option >&-", 2),
+    ],
+)
+def test_a_closed_stdout_cannot_be_written(arguments, code):
+    done = run_in_shell(arguments)
+    assert done.returncode == code
+    assert ("Error: standard output: Bad file descriptor\n" in done.stderr) == (code == 3)
+    assert "Traceback" not in done.stderr
+
+
+def run_in_shell(arguments):
+    command = f"{sys.executable} -m bitnet_ref {arguments}"
+    return subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ import pytest
 
 from bitnet_ref.errors import StorageError
 from bitnet_ref.system import atomic
-from bitnet_ref.system.atomic import atomic_folder, atomic_path, check_target
+from bitnet_ref.system.atomic import atomic_folder, atomic_path, check_target, lock_folder
 
 
 def test_a_clean_exit_replaces_the_file(tmp_path):
@@ -116,6 +116,31 @@ def test_one_of_several_new_files_wins(tmp_path, monkeypatch):
     with atomic_path(tmp_path / "new", replace=False) as temporary:
         temporary.write_bytes(b"new")
     assert (tmp_path / "new").read_bytes() == b"new"
+
+
+def test_a_folder_is_locked_until_its_owner_is_no_more(tmp_path):
+    owners = [set(), set()]
+    unlock = lock_folder(tmp_path, owners[0])
+    with pytest.raises(StorageError, match=f"^{tmp_path}: another run is writing into it"):
+        lock_folder(tmp_path, owners[1])
+    unlock()
+    lock_folder(tmp_path, owners[1])
+    unlock()  # a second time: it does nothing
+    with pytest.raises(StorageError):
+        lock_folder(tmp_path, owners[0])
+    owners.pop()
+    lock_folder(tmp_path, owners[0])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_locks_stops_no_run(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(atomic, "flock", refuse)
+    owners = [set(), set()]
+    for owner in owners:
+        lock_folder(tmp_path, owner)
 
 
 def refuse_link(*paths):

@@ -105,6 +105,56 @@ def test_a_run_and_its_model(config, tmp_path):
         start(config, tmp_path / "run")
 
 
+def test_one_run_at_a_time_writes_into_a_folder(config, tmp_path):
+    """From its first moment on, before there is a checkpoint, and with `resume` too."""
+    refused, folder = [], tmp_path / "run"
+
+    def start_others(row):
+        for resume in (False, True):
+            with pytest.raises(StorageError, match="run: another run is writing into it; wait for its end"):
+                start(config, folder, resume=resume)
+            refused.append(row.step)
+
+    run = start(config, folder)
+    run.run(start_others)
+    assert refused == [step for step in range(1, 13) for _ in range(2)]
+    assert [row["step"] for row in rows_of(folder)] == [str(step) for step in range(1, 13)]
+    again = start(config, folder, resume=True)  # released, though `run` is still there
+    with pytest.raises(StorageError, match="another run"):
+        run.run()
+    with pytest.raises(ConfigError, match="is finished"):
+        again.run()
+    config.write_text(config.read_text().replace("batch = 3", "batch = 2"))
+    for _ in range(2):  # one that cannot begin holds no lock
+        with pytest.raises(FormatError, match="of another run") as _caught:
+            start(config, folder, resume=True)
+
+
+def test_what_a_run_without_a_checkpoint_has_left(config, tmp_path):
+    """Its metrics are begun anew; its model is not replaced unless it is asked."""
+    folder = tmp_path / "run"
+
+    def stop(row):
+        if row.step == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        start(config, folder).run(stop)
+    assert len(rows_of(folder)) == 3
+    start(config, folder).run()
+    assert [row["step"] for row in rows_of(folder)] == [str(step) for step in range(1, 13)]
+    metrics = (folder / "metrics.csv").read_bytes()
+    (folder / "checkpoint.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"model: is here already, without checkpoint\.safetensors to resume from"):
+        start(config, folder)
+    assert (folder / "metrics.csv").read_bytes() == metrics
+    (folder / "model").rename(folder / "adapter")
+    with pytest.raises(FormatError, match="adapter: is here already"):
+        start(config, folder)
+    start(config, folder, resume=True)
+    assert rows_of(folder) == []
+
+
 class Stop(Exception):
     pass
 
@@ -211,10 +261,24 @@ def test_kill_9_at_any_moment(config, tmp_path):
 
 
 def test_nan_and_leaps_stop_the_run(config, tmp_path):
-    run = start(config, tmp_path / "nan")
-    run.trainer.masters["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan
-    with pytest.raises(NumericsError, match="NaN"):
-        run.run()
+    for name, place in (
+        ("layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj: absmean_scale"),
+        ("layers.1.post_attention_layernorm", "the input of model.layers.1.mlp.gate_proj: quantize_activations"),
+        ("embed_tokens", "the input of model.layers.0.input_layernorm: rms_norm"),
+        ("norm", "the gradient of model.embed_tokens.weight holds"),
+    ):
+        run = start(config, tmp_path / name)
+        run.trainer.masters[f"model.{name}.weight"][:] = np.inf
+        with pytest.raises(NumericsError, match=rf"^training step 1: {place}.*Inf\. Begin anew with a lower lr"):
+            run.run()
+    run = start(config, tmp_path / "late")
+
+    def spoil(row):
+        if row.step == 4:  # which is saved
+            run.trainer.masters["model.embed_tokens.weight"][:] = np.nan
+
+    with pytest.raises(NumericsError, match=r"^training step 5: the input of .*Inf\. Resume from the checkpoint with"):
+        run.run(spoil)
     text = config.read_text().replace("steps = 12", "steps = 60").replace("save_every = 4", "save_every = 20")
     config.write_text(text + "spike = 1.5\n")
     run = start(config, tmp_path / "leap")
@@ -795,17 +859,24 @@ def test_the_shell_says_how_to_go_on(config, tmp_path, monkeypatch):
     command = ["train", str(config), "--out", str(tmp_path / "run")]
     one_step = TrainingRun._one_step
 
-    def interrupted(run):
-        if run.step == 5:
-            raise KeyboardInterrupt
-        return one_step(run)
+    def interrupted(after, *options):
+        def one_step_or_stop(run):
+            if run.step == after:
+                raise KeyboardInterrupt
+            return one_step(run)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingRun, "_one_step", interrupted)
-        run = CliRunner().invoke(cli, command)
-    assert run.exit_code == 130
-    words = run.stderr.strip().splitlines()[-1]
-    assert words.endswith(f"{' '.join(command)} --resume")
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingRun, "_one_step", one_step_or_stop)
+            run = CliRunner().invoke(cli, [*command, *options])
+        assert run.exit_code == 130
+        return run.stderr.splitlines()[1:-1]  # between the size of the model and the line after ^C
+
+    nothing = "stopped after step 3 of 12; nothing is saved yet (save_every = 4), so the next run begins anew"
+    assert interrupted(3) == interrupted(3, "--resume") == [nothing]
+    goes_on = "stopped after step 5 of 12; this goes on from the checkpoint of step 4:"
+    for options in ((), ("--resume",)):
+        remark, line = interrupted(5, *options)
+        assert (remark, line.endswith(f"{' '.join(command)} --resume")) == (goes_on, True)
     run = CliRunner().invoke(cli, [*command, "--resume"])
     assert (run.exit_code, run.stderr.splitlines()[0].rpartition(", ")[2]) == (0, "steps 5 to 12")
     run = CliRunner().invoke(cli, [*command, "--resume"])
