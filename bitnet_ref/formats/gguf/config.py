@@ -382,6 +382,7 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("pooling_type", "uint32", next(number for number, name in _POOLINGS.items() if name == config.pooling))
     if rope.rope_type in ("linear", "yarn", "longrope"):
         put("rope.scaling.type", "string", rope.rope_type)
+    if rope.rope_type in ("linear", "yarn"):  # with longrope llama.cpp would divide all frequencies by it once more
         put("rope.scaling.factor", "float32", rope.factor)
     if rope.rope_type == "yarn":
         if not rope.truncate:
