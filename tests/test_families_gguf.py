@@ -536,11 +536,21 @@ LONGROPE = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "minicpm"])
-def test_llama_cpp_computes_the_same_longrope(model_type, tmp_path):
-    config = {**TINY, "model_type": model_type, "rope_scaling": LONGROPE, "max_position_embeddings": 1024}
+@pytest.mark.parametrize(
+    ("model_type", "scaling", "drop"),
+    [
+        ("llama", LONGROPE, ""),
+        ("minicpm", LONGROPE, ""),
+        ("llama", {"rope_type": "linear", "factor": 4.0}, "llama.rope.scaling.type"),
+        ("llama", {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8}, ""),
+    ],
+)
+def test_llama_cpp_stretches_rope_the_same(model_type, scaling, drop, tmp_path):
+    config = {**TINY, "model_type": model_type, "rope_scaling": scaling, "max_position_embeddings": 1024}
     config |= {"tie_word_embeddings": model_type == "minicpm"}
     folder, path, tokens = write_checkpoint(tmp_path / "m", config), tmp_path / "x.gguf", rng(8).integers(0, 40, 20)
     convert(folder, path, "gguf-f32")
-    theirs = logits_of_llama_cpp(path, tokens.tolist())
-    np.testing.assert_allclose(theirs, bitnet_ref.load(folder).logits(tokens), rtol=0, atol=1e-4)
+    path = changed(tmp_path / "y.gguf", path, drop=(drop,))
+    expected = bitnet_ref.load(folder, backend="numpy").logits(tokens)
+    np.testing.assert_allclose(bitnet_ref.load(path).logits(tokens), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logits_of_llama_cpp(path, tokens.tolist()), expected, rtol=0, atol=1e-4)

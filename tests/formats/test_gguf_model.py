@@ -714,7 +714,7 @@ def test_poolings(number, pooling, tmp_path):
 
 
 def test_yarn_at_its_limits(tmp_path):
-    """llama.cpp multiplies the file's factor with its own, 0.1 ln(factor) + 1."""
+    """llama.cpp multiplies attn_factor with its own, 0.1 ln(factor) + 1."""
     kind = {"rope__scaling__type": ("string", "yarn")}
 
     def rope(factor, **more):
@@ -727,13 +727,12 @@ def test_yarn_at_its_limits(tmp_path):
     assert plain.original_max_position_embeddings == bitnet_ref.read_config(GGUF / "tq2_0.gguf").context_length
     assert (plain.beta_fast, plain.beta_slow) == (32.0, 1.0)
     assert plain.attention_factor == 0.1 * np.log(4.0) + 1
-    assert rope(4.0, yarn_attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert rope(4.0, yarn_attn_factor=0.8).attention_factor == 0.8  # transformers' attention_factor
+    assert rope(4.0, yarn_attn_factor=1.0).attention_factor == 1.0
     assert rope(4.0, attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
-    assert rope(4.0, attn_factor=0.5, yarn_attn_factor=2.0).attention_factor == pytest.approx(
-        plain.attention_factor * 2
-    )
+    assert rope(4.0, attn_factor=0.5, yarn_attn_factor=2.0).attention_factor == 1.0
     for factor, number in ((16.0, 1.0), (5.0, 1.0), (2.0, 0.7), (40.0, 1.3)):  # the quotient is rounded to float32
-        assert rope(factor, yarn_attn_factor=number / (0.1 * np.log(factor) + 1)).attention_factor == number
+        assert rope(factor, attn_factor=number / (0.1 * np.log(factor) + 1)).attention_factor == number
     own = rope(4.0, yarn_beta_fast=20.0, yarn_beta_slow=2.0)
     assert (own.beta_fast, own.beta_slow) == (20.0, 2.0)
 
@@ -743,6 +742,7 @@ def test_linear_scaling_by_either_key(tmp_path):
         {"rope__scale_linear": ("float32", 2.0)},
         {"rope__scaling__type": ("string", "linear"), "rope__scaling__factor": ("float32", 2.0)},
         {"rope__scaling__factor": ("float32", 2.0), "rope__scale_linear": ("float32", 3.0)},
+        {"rope__scaling__factor": ("float32", 2.0)},  # llama.cpp's default type is linear
     ):
         rope = keys_with(tmp_path, **keys).rope
         assert (rope.rope_type, rope.factor) == ("linear", 2.0)
@@ -755,6 +755,26 @@ def test_linear_scaling_by_either_key(tmp_path):
         keys_with(tmp_path, rope__scaling__type=("string", "linear"))
     with pytest.raises(ConfigError, match=r"rope.scaling.type: expected a string, got 1"):
         keys_with(tmp_path, rope__scaling__type=("uint32", 1))
+
+
+def test_a_scale_of_cos_and_sin_without_yarn(tmp_path):
+    """llama.cpp scales them by attn_factor, whatever the type."""
+    scaling = {"rope__scaling__type": ("string", "linear"), "rope__scaling__factor": ("float32", 2.0)}
+    for keys in ({}, scaling):
+        assert keys_with(tmp_path, rope__scaling__attn_factor=("float32", 1.0), **keys) == keys_with(tmp_path, **keys)
+        with pytest.raises(ConfigError, match=r"rope.scaling.attn_factor: expected 1, or .* got 1.3"):
+            keys_with(tmp_path, rope__scaling__attn_factor=("float32", 1.3), **keys)
+    divisors = {"rope_freqs.weight": f32(*[1.0] * (bitnet_ref.read_config(GGUF / "tq2_0.gguf").head_dim // 2))}
+    scaling["rope__scaling__type"] = ("string", "yarn")
+    with pytest.raises(ConfigError, match="expected 1, or"):
+        keys_with(tmp_path, tensors=divisors, rope__scaling__attn_factor=("float32", 1.3), **scaling)
+
+
+def test_inspect_says_that_llama_cpp_ignores_yarns_factor(tmp_path):
+    scaling = {"type": ("string", "yarn"), "factor": ("float32", 4.0), "yarn_attn_factor": ("float32", 0.8)}
+    typed = {f"{ARCH}.rope.scaling.{key}": Typed(*value) for key, value in scaling.items()}
+    path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", typed)
+    assert any("llama.cpp ignores this key" in words for words in evidence_of(path))
 
 
 def test_llama_3s_divisors_of_every_length(tmp_path):
