@@ -15,7 +15,7 @@ from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scal
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf import evidence
 from bitnet_ref.formats.gguf.blocks import MXFP4, TYPES
-from bitnet_ref.formats.gguf.config import _Keys, llama3_divisors, shortest
+from bitnet_ref.formats.gguf.config import _Keys, ignored_by_llama_cpp, llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import (
     block_linears,
     check_dialect,
@@ -27,6 +27,7 @@ from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, wri
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.names import linear_of_gguf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.config import RopeConfig
@@ -207,6 +208,41 @@ def test_families(family, tmp_path):
     np.testing.assert_array_equal(
         bitnet_ref.load(folder, backend="numpy").logits(TOKENS), bitnet_ref.load(path, backend="numpy").logits(TOKENS)
     )
+
+
+WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "architecture"),
+    [
+        ({"model_type": "mistral", "sliding_window": 5}, "llama"),
+        ({"model_type": "mixtral", "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2}, "llama"),
+        ({"model_type": "qwen2", **WINDOW}, "qwen2"),
+        ({"model_type": "qwen3", **WINDOW}, "qwen3"),
+        ({"model_type": "qwen3_moe", **WINDOW, **EXPERTS}, "qwen3moe"),
+        ({"model_type": "smollm3", **WINDOW, "layer_types": ["sliding_attention"] * 2}, "smollm3"),
+        ({"model_type": "mistral", "sliding_window": 64}, None),  # the whole context
+        ({"model_type": "qwen3", **WINDOW, "use_sliding_window": False}, None),
+        ({"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 4}, None),
+    ],
+)
+def test_windows_that_llama_cpp_ignores(keys, architecture, tmp_path):
+    sentences = ignored_by_llama_cpp(parse_hf_config({**TINY, "head_dim": 4, **keys}, tmp_path))
+    assert [f"of the architecture {architecture} " in words for words in sentences] == [True] * bool(architecture)
+
+
+def test_yarns_ramp_that_llama_cpp_ignores(tmp_path):
+    for betas, count in (
+        ({}, 0),
+        ({"beta_fast": 32, "beta_slow": 1}, 0),
+        ({"beta_fast": 16}, 1),
+        ({"beta_slow": 2}, 1),
+    ):
+        config = parse_hf_config({**TINY, "rope_scaling": {**YARN, **betas}}, tmp_path)
+        assert ["takes 32 and 1 for yarn's" in words for words in ignored_by_llama_cpp(config)] == [True] * count
 
 
 def test_biases(tmp_path):

@@ -426,6 +426,23 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
     return out
 
 
+def ignored_by_llama_cpp(config: ModelConfig) -> list[str]:
+    """What llama.cpp does not read of `gguf_metadata`, so that its logits differ. A sentence for each."""
+    form, arch, rope = family_of(config).gguf or GgufForm({}), architecture(config), config.rope
+    out, window = [], config.sliding_window
+    if window is not None and window < config.context_length and not form.architectures[arch].window:
+        out.append(
+            f"llama.cpp has no window in models of the architecture {arch} and ignores the {window} of "
+            f"attention.sliding_window: its logits of texts of more than {window} tokens differ"
+        )
+    if isinstance(rope, StretchedRope) and rope.rope_type == "yarn" and (rope.beta_fast, rope.beta_slow) != (32, 1):
+        out.append(
+            f"llama.cpp takes 32 and 1 for yarn's beta_fast and beta_slow and ignores {rope.beta_fast:g} and "
+            f"{rope.beta_slow:g}: its logits differ"
+        )
+    return out
+
+
 def special_token_metadata(config: ModelConfig) -> dict[str, Typed]:
     """The special tokens of a model without a vocabulary. Where there is one, the tokenizer's metadata name them."""
     out = {"tokenizer.ggml.model": Typed("string", "no_vocab")}
