@@ -740,6 +740,15 @@ def test_equal_values_per_layer_are_that_value(tmp_path):
     assert _Keys(SimpleNamespace(metadata=of_one_layer, path=tmp_path)).count("x") == 4
 
 
+def test_olmo_3_is_refused(tmp_path):
+    """In llama.cpp it has the architecture of OLMo-2, and a window in three of four layers."""
+    olmo2 = export(DATA / "families" / "olmo2", tmp_path / "olmo2.gguf", "f32")
+    assert keys_with(tmp_path, olmo2, "olmo2", attention__sliding_window=("uint32", 0)).sliding_window is None
+    with pytest.raises(ConfigError, match=r"attention.sliding_window: expected none in OLMo-2; OLMo-3") as caught:
+        keys_with(tmp_path, olmo2, "olmo2", attention__sliding_window=("uint32", 5))
+    assert caught.value.field == "olmo2.attention.sliding_window"
+
+
 @pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (2, None), (4, None)])
 def test_poolings(number, pooling, tmp_path):
     if pooling is not None:
