@@ -464,6 +464,10 @@ def test_the_config_of_a_hybrid():
         assert caught.value.field == key
     with pytest.raises(ConfigError, match="multiple of"):
         parse(model_type="qwen3_5_text", linear_num_key_heads=3)
+    gelu = {"model_type": "qwen3_5_text", "head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}
+    with pytest.raises(ConfigError, match=r"hidden_act.*silu, which the convolution of DeltaNet layers has"):
+        parse(**gelu)
+    assert parse(**gelu, layer_types=["full_attention"] * 2).activation == "gelu_tanh"
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

@@ -263,6 +263,21 @@ def test_the_factors_of_longrope(tmp_path):
     assert caught.value.field == "rope_factors_long.weight"
 
 
+@pytest.mark.parametrize("own", [{}, {"attention_factor": 1.5}])
+def test_longrope_with_a_factor_of_its_own(own, tmp_path):
+    """Beside factors llama.cpp would take rope.scaling.factor too, so it is not written: attn_factor has its effect."""
+    scaling = {"rope_type": "longrope", "long_factor": [1.0, 4.0], "short_factor": [1.0, 1.25], "factor": 2.0, **own}
+    config = {**TINY, "rope_scaling": {**scaling, "original_max_position_embeddings": 8}}
+    folder, path, tokens = write_checkpoint(tmp_path / "m", config), tmp_path / "x.gguf", rng(8).integers(0, 40, 20)
+    assert convert(folder, path, "gguf-f32").holds
+    with GgufFile(path) as file:
+        assert "llama.rope.scaling.factor" not in file.metadata
+    m, again = (bitnet_ref.load(each, backend="numpy") for each in (folder, path))
+    assert m.config.rope.factor == 2.0
+    assert again.config.rope.attention_factor == pytest.approx(own.get("attention_factor", (4 / 3) ** 0.5))
+    np.testing.assert_allclose(again.logits(tokens), m.logits(tokens), rtol=0, atol=1e-5)
+
+
 # -- Qwen3.5 -----------------------------------------------------------------------------------------------------------
 
 HYBRID = FAMILIES / "qwen3_5-groups128-hybrid"
@@ -493,14 +508,49 @@ class _AsLlamaCpp(Backend):
 @pytest.mark.parametrize("case", ["qwen3-groups128", "qwen3_5-groups128-hybrid"])
 @pytest.mark.parametrize("kind", ["q2_0", "f32"])
 def test_llama_cpp_computes_the_same(case, kind, tmp_path):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
     path, tokens = tmp_path / "x.gguf", [5, 17, 33, 250, 9, 11, 299, 1]
     convert(FAMILIES / case, path, f"gguf-{kind}", verify=False)
+    theirs = logits_of_llama_cpp(path, tokens)
+    mine = bitnet_ref.load(path, backend="numpy")
+    mine = mine.on(_AsLlamaCpp("float32", 1)) if kind == "q2_0" else mine
+    np.testing.assert_allclose(theirs, mine.logits(tokens), rtol=0, atol=1e-4)
+
+
+def logits_of_llama_cpp(path, tokens):
+    """-> (N, V); the test is skipped without llama.cpp."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
     try:
         m = llama_cpp.Llama(str(path), logits_all=True, n_ctx=64, verbose=False, type_k=0, type_v=0, flash_attn=False)
     except ValueError:
         pytest.skip("this llama.cpp is older than the file's types or architecture")
     m.eval(tokens)
-    mine = bitnet_ref.load(path, backend="numpy")
-    mine = mine.on(_AsLlamaCpp("float32", 1)) if kind == "q2_0" else mine
-    np.testing.assert_allclose(m.scores[: len(tokens)], mine.logits(tokens), rtol=0, atol=1e-4)
+    return m.scores[: len(tokens)]
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": [1.0, 4.0],
+    "short_factor": [1.0, 1.25],
+    "original_max_position_embeddings": 256,  # llama.cpp takes the short factors if its context, 256, is no longer
+    "factor": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scaling", "drop"),
+    [
+        ("llama", LONGROPE, ""),
+        ("minicpm", LONGROPE, ""),
+        ("llama", {"rope_type": "linear", "factor": 4.0}, "llama.rope.scaling.type"),
+        ("llama", {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8}, ""),
+    ],
+)
+def test_llama_cpp_stretches_rope_the_same(model_type, scaling, drop, tmp_path):
+    config = {**TINY, "model_type": model_type, "rope_scaling": scaling, "max_position_embeddings": 1024}
+    config |= {"tie_word_embeddings": model_type == "minicpm"}
+    folder, path, tokens = write_checkpoint(tmp_path / "m", config), tmp_path / "x.gguf", rng(8).integers(0, 40, 20)
+    convert(folder, path, "gguf-f32")
+    path = changed(tmp_path / "y.gguf", path, drop=(drop,))
+    expected = bitnet_ref.load(folder, backend="numpy").logits(tokens)
+    np.testing.assert_allclose(bitnet_ref.load(path).logits(tokens), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logits_of_llama_cpp(path, tokens.tolist()), expected, rtol=0, atol=1e-4)

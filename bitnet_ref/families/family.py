@@ -429,6 +429,7 @@ class Architecture(NamedTuple):
     activation: str  # unless `<arch>.hidden_activation` says otherwise
     sub_norms: bool = False
     permuted: bool = False  # rows of q and k are in the order of interleaved RoPE
+    window: bool = False  # llama.cpp reads attention.sliding_window
 
 
 Put = Callable[[str, str, Any], None]  # (key below the architecture, its GGUF type, value)

@@ -368,7 +368,7 @@ FAMILIES = (
         lacks=lambda config: ["scaled queries"] * (config.query_scale != 1),
         names=NAMES,
         hf=HF,
-        gguf=GgufForm({"gemma3": Architecture("gelu_tanh")}, _read_gguf, _write_gguf, _implied_by_gguf),
+        gguf=GgufForm({"gemma3": Architecture("gelu_tanh", window=True)}, _read_gguf, _write_gguf, _implied_by_gguf),
         mistakes=MISTAKES,
         example_fields={"query_scale": 2.0},
     ),

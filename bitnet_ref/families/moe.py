@@ -723,7 +723,7 @@ FAMILIES = (
         # lm_head_flash: an approximate head in DeepGrove's MLX folder
         hf=HfForm("MapleForCausalLM", {}, _read_maple, _write_maple, flags=(), left_out=("lm_head_flash.",)),
         gguf=GgufForm(
-            {"maple": Architecture("silu")},
+            {"maple": Architecture("silu", window=True)},
             _read_maple_gguf,
             _write_maple_gguf,
             implied=lambda config: {"layer_types": config.layer_types, "gate_clamp": CLAMP, "dense_layers": ()},

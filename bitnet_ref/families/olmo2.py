@@ -18,6 +18,7 @@ from .family import (
     Edit,
     Family,
     GgufForm,
+    GgufKeys,
     HfForm,
     Hypothesis,
     TraceStep,
@@ -115,6 +116,15 @@ MISTAKES = (
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
+
+def _read_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp's converter gives OLMo-3, three of whose four layers have a window, the same architecture."""
+    if fields["sliding_window"] is not None:
+        message = "expected none in OLMo-2; OLMo-3, which has it in some layers, is not supported"
+        raise keys.fail(f"{keys.arch}.attention.sliding_window", message)
+    return {}
+
+
 _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "eos_token_id": 50279}
 FAMILIES = (
     Family(
@@ -126,7 +136,7 @@ FAMILIES = (
         axes=lambda config: {"K": config.kv_size},
         names={**HEAD_NORMS, **POST_NORM_NAMES},
         hf=HfForm("Olmo2ForCausalLM", _DEFAULTS),
-        gguf=GgufForm({"olmo2": Architecture("silu")}),
+        gguf=GgufForm({"olmo2": Architecture("silu")}, _read_gguf),
         mistakes=MISTAKES,
     ),
 )

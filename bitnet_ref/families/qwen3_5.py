@@ -119,6 +119,9 @@ class Qwen35Config(PartialRopeConfig):
         super().__post_init__()
         has_delta = DELTA in self.layer_types
         require(has_delta == (self.delta is not None), "delta", "the shape of the linear layers, if any", self.delta)
+        # transformers takes hidden_act for the convolution too; here, and in llama.cpp, that has silu
+        fits = not has_delta or self.activation == "silu"
+        require(fits, "hidden_act", "silu, which the convolution of DeltaNet layers has here", self.activation)
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has keys and values."""

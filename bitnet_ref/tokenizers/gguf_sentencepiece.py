@@ -6,6 +6,7 @@ model. Added tokens, which are not pieces of the model, are in the same list, wi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from .sentencepiece_model import (
 )
 from .sentencepiece_tokenizer import SentencePieceTokenizer
 
+log = logging.getLogger(__name__)
 ADDED_SCORE = -1000.0  # of added tokens, and of the padding after them, in the files of llama.cpp's converter
 
 
@@ -82,6 +84,12 @@ def vocabulary_from_model(tokenizer: Tokenizer) -> dict[str, Any]:
             path=tokenizer.path,
             field="trainer_spec.model_type",
         )
+    for is_ignored, change in (
+        (model.charsmap, "normalises characters (precompiled_charsmap)"),
+        (model.remove_extra_whitespaces, "removes repeated and outer spaces (remove_extra_whitespaces)"),
+    ):
+        if is_ignored:
+            log.warning("the tokenizer %s; llama.cpp ignores this key and gives such texts other tokens", change)
     tokens, scores, types = list(model.pieces), list(model.scores), list(model.types)
     for token in tokenizer._settings.added_tokens:
         n = tokenizer.token_to_id(token.content)

@@ -154,7 +154,7 @@ def logits_of_transformers(folder, tokens):
         return model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].numpy()
 
 
-@pytest.mark.filterwarnings("ignore:.*planes without keys")
+@pytest.mark.filterwarnings("ignore:.*planes without keys", "ignore:.*: llama.cpp")
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [48])
 def test_every_format_gives_the_same_logits(cases, tmp_path):

@@ -26,7 +26,7 @@ from helpers import DATA, GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 import bitnet_ref
 from bitnet_ref.backends import choose_backend
 from bitnet_ref.cli.convert_command import TARGET_NAMES
-from bitnet_ref.errors import ConfigError, FormatError, StorageError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError, StorageError
 from bitnet_ref.formats import checkpoint as checkpoint_module
 from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import (
@@ -169,6 +169,7 @@ DENSE_TARGETS = ("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0")
 
 
 @pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore:.*llama.cpp has no window")
 @pytest.mark.parametrize("target", DENSE_TARGETS)
 @pytest.mark.parametrize("mistral", [False, True])
 def test_a_dense_model(target, mistral, tmp_path):
@@ -184,6 +185,17 @@ def test_a_dense_model(target, mistral, tmp_path):
     assert found.config.quantization is None
     expected, logits = (m.logits([1, 2, 3]) for m in (bitnet_ref.load(folder, backend="numpy"), found))
     assert np.abs(logits - expected).max() <= (0.05 if target == "gguf-q8_0" else 1e-2) * np.abs(expected).max()
+
+
+def test_convert_says_that_llama_cpp_ignores_a_window(tmp_path):
+    config = {**TINY, "model_type": "mistral", "sliding_window": 5}
+    folder, path = write_checkpoint(tmp_path / "hf", config), tmp_path / "x.gguf"
+    with pytest.warns(
+        ConfigWarning, match="llama.cpp has no window .* of more than 5 tokens differ; run it in"
+    ) as seen:
+        convert(folder, path, "gguf-f32")
+    assert [str(each.message).startswith(f"{path}: ") for each in seen] == [True]
+    convert(folder, tmp_path / "x.bitnet.safetensors", "native")
 
 
 def test_int8_blocks_that_are_not_those_of_the_source(tmp_path):

@@ -15,7 +15,7 @@ from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scal
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf import evidence
 from bitnet_ref.formats.gguf.blocks import MXFP4, TYPES
-from bitnet_ref.formats.gguf.config import _Keys, llama3_divisors, shortest
+from bitnet_ref.formats.gguf.config import _Keys, ignored_by_llama_cpp, llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import (
     block_linears,
     check_dialect,
@@ -27,6 +27,7 @@ from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, wri
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
 from bitnet_ref.formats.gguf.i2_s import LAYOUTS, pack_i2_s
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.names import linear_of_gguf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.config import RopeConfig
@@ -207,6 +208,41 @@ def test_families(family, tmp_path):
     np.testing.assert_array_equal(
         bitnet_ref.load(folder, backend="numpy").logits(TOKENS), bitnet_ref.load(path, backend="numpy").logits(TOKENS)
     )
+
+
+WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "architecture"),
+    [
+        ({"model_type": "mistral", "sliding_window": 5}, "llama"),
+        ({"model_type": "mixtral", "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2}, "llama"),
+        ({"model_type": "qwen2", **WINDOW}, "qwen2"),
+        ({"model_type": "qwen3", **WINDOW}, "qwen3"),
+        ({"model_type": "qwen3_moe", **WINDOW, **EXPERTS}, "qwen3moe"),
+        ({"model_type": "smollm3", **WINDOW, "layer_types": ["sliding_attention"] * 2}, "smollm3"),
+        ({"model_type": "mistral", "sliding_window": 64}, None),  # the whole context
+        ({"model_type": "qwen3", **WINDOW, "use_sliding_window": False}, None),
+        ({"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 4}, None),
+    ],
+)
+def test_windows_that_llama_cpp_ignores(keys, architecture, tmp_path):
+    sentences = ignored_by_llama_cpp(parse_hf_config({**TINY, "head_dim": 4, **keys}, tmp_path))
+    assert [f"of the architecture {architecture} " in words for words in sentences] == [True] * bool(architecture)
+
+
+def test_yarns_ramp_that_llama_cpp_ignores(tmp_path):
+    for betas, count in (
+        ({}, 0),
+        ({"beta_fast": 32, "beta_slow": 1}, 0),
+        ({"beta_fast": 16}, 1),
+        ({"beta_slow": 2}, 1),
+    ):
+        config = parse_hf_config({**TINY, "rope_scaling": {**YARN, **betas}}, tmp_path)
+        assert ["takes 32 and 1 for yarn's" in words for words in ignored_by_llama_cpp(config)] == [True] * count
 
 
 def test_biases(tmp_path):
@@ -704,6 +740,15 @@ def test_equal_values_per_layer_are_that_value(tmp_path):
     assert _Keys(SimpleNamespace(metadata=of_one_layer, path=tmp_path)).count("x") == 4
 
 
+def test_olmo_3_is_refused(tmp_path):
+    """In llama.cpp it has the architecture of OLMo-2, and a window in three of four layers."""
+    olmo2 = export(DATA / "families" / "olmo2", tmp_path / "olmo2.gguf", "f32")
+    assert keys_with(tmp_path, olmo2, "olmo2", attention__sliding_window=("uint32", 0)).sliding_window is None
+    with pytest.raises(ConfigError, match=r"attention.sliding_window: expected none in OLMo-2; OLMo-3") as caught:
+        keys_with(tmp_path, olmo2, "olmo2", attention__sliding_window=("uint32", 5))
+    assert caught.value.field == "olmo2.attention.sliding_window"
+
+
 @pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (2, None), (4, None)])
 def test_poolings(number, pooling, tmp_path):
     if pooling is not None:
@@ -714,7 +759,7 @@ def test_poolings(number, pooling, tmp_path):
 
 
 def test_yarn_at_its_limits(tmp_path):
-    """llama.cpp multiplies the file's factor with its own, 0.1 ln(factor) + 1."""
+    """llama.cpp multiplies attn_factor with its own, 0.1 ln(factor) + 1."""
     kind = {"rope__scaling__type": ("string", "yarn")}
 
     def rope(factor, **more):
@@ -727,13 +772,12 @@ def test_yarn_at_its_limits(tmp_path):
     assert plain.original_max_position_embeddings == bitnet_ref.read_config(GGUF / "tq2_0.gguf").context_length
     assert (plain.beta_fast, plain.beta_slow) == (32.0, 1.0)
     assert plain.attention_factor == 0.1 * np.log(4.0) + 1
-    assert rope(4.0, yarn_attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert rope(4.0, yarn_attn_factor=0.8).attention_factor == 0.8  # transformers' attention_factor
+    assert rope(4.0, yarn_attn_factor=1.0).attention_factor == 1.0
     assert rope(4.0, attn_factor=0.5).attention_factor == pytest.approx(plain.attention_factor / 2)
-    assert rope(4.0, attn_factor=0.5, yarn_attn_factor=2.0).attention_factor == pytest.approx(
-        plain.attention_factor * 2
-    )
+    assert rope(4.0, attn_factor=0.5, yarn_attn_factor=2.0).attention_factor == 1.0
     for factor, number in ((16.0, 1.0), (5.0, 1.0), (2.0, 0.7), (40.0, 1.3)):  # the quotient is rounded to float32
-        assert rope(factor, yarn_attn_factor=number / (0.1 * np.log(factor) + 1)).attention_factor == number
+        assert rope(factor, attn_factor=number / (0.1 * np.log(factor) + 1)).attention_factor == number
     own = rope(4.0, yarn_beta_fast=20.0, yarn_beta_slow=2.0)
     assert (own.beta_fast, own.beta_slow) == (20.0, 2.0)
 
@@ -743,6 +787,7 @@ def test_linear_scaling_by_either_key(tmp_path):
         {"rope__scale_linear": ("float32", 2.0)},
         {"rope__scaling__type": ("string", "linear"), "rope__scaling__factor": ("float32", 2.0)},
         {"rope__scaling__factor": ("float32", 2.0), "rope__scale_linear": ("float32", 3.0)},
+        {"rope__scaling__factor": ("float32", 2.0)},  # llama.cpp's default type is linear
     ):
         rope = keys_with(tmp_path, **keys).rope
         assert (rope.rope_type, rope.factor) == ("linear", 2.0)
@@ -755,6 +800,26 @@ def test_linear_scaling_by_either_key(tmp_path):
         keys_with(tmp_path, rope__scaling__type=("string", "linear"))
     with pytest.raises(ConfigError, match=r"rope.scaling.type: expected a string, got 1"):
         keys_with(tmp_path, rope__scaling__type=("uint32", 1))
+
+
+def test_a_scale_of_cos_and_sin_without_yarn(tmp_path):
+    """llama.cpp scales them by attn_factor, whatever the type."""
+    scaling = {"rope__scaling__type": ("string", "linear"), "rope__scaling__factor": ("float32", 2.0)}
+    for keys in ({}, scaling):
+        assert keys_with(tmp_path, rope__scaling__attn_factor=("float32", 1.0), **keys) == keys_with(tmp_path, **keys)
+        with pytest.raises(ConfigError, match=r"rope.scaling.attn_factor: expected 1, or .* got 1.3"):
+            keys_with(tmp_path, rope__scaling__attn_factor=("float32", 1.3), **keys)
+    divisors = {"rope_freqs.weight": f32(*[1.0] * (bitnet_ref.read_config(GGUF / "tq2_0.gguf").head_dim // 2))}
+    scaling["rope__scaling__type"] = ("string", "yarn")
+    with pytest.raises(ConfigError, match="expected 1, or"):
+        keys_with(tmp_path, tensors=divisors, rope__scaling__attn_factor=("float32", 1.3), **scaling)
+
+
+def test_inspect_says_that_llama_cpp_ignores_yarns_factor(tmp_path):
+    scaling = {"type": ("string", "yarn"), "factor": ("float32", 4.0), "yarn_attn_factor": ("float32", 0.8)}
+    typed = {f"{ARCH}.rope.scaling.{key}": Typed(*value) for key, value in scaling.items()}
+    path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", typed)
+    assert any("llama.cpp ignores this key" in words for words in evidence_of(path))
 
 
 def test_llama_3s_divisors_of_every_length(tmp_path):

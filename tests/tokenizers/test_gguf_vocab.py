@@ -7,11 +7,13 @@ import gc
 import json
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
@@ -468,6 +470,23 @@ def test_what_is_left_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
     legacy, greedy = (record.getMessage() for record in caplog.records)
     assert "`legacy: true`" in legacy
     assert f"{[f'<{n}>' for n in range(8)]} take in the spaces" in greedy
+
+
+def test_what_llama_cpp_does_not_do_to_a_text_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = read_model(FILES["tokenizer.model"], None)
+    nfkc = sentencepiece.SentencePieceNormalizer(rule_name="nfkc").serialized_model_proto()
+    charsmap = read_model(FILES["tokenizer.model"] + nfkc, None).charsmap  # of two joined messages the later counts
+    normalizes, collapses = {"charsmap": charsmap}, {"remove_extra_whitespaces": True}
+    both = ["precompiled_charsmap", "remove_extra_whitespaces"]
+    for changes, keys in ((normalizes, both[:1]), (collapses, both[1:]), (normalizes | collapses, both)):
+        caplog.clear()
+        data = write_model(replace(model, **changes), {"unk": 0, "bos": 1, "eos": 2})
+        out = gguf_from_tokenizer_files(FILES | {"tokenizer.model": data})
+        said = [record.getMessage() for record in caplog.records]
+        assert [key in words and "llama.cpp ignores" in words for key, words in zip(keys, said, strict=True)] == [
+            True
+        ] * len(keys)
+        assert read_model(model_of(out), None) == replace(model, **changes)
 
 
 @pytest.mark.parametrize("steps", [[], ["NFC"], ["NFC", "Lowercase"]])

@@ -24,7 +24,7 @@ from ...reference.config import ModelConfig
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
 from ..checkpoint import Checkpoint, LoadOptions, Progress, files_of_texts, merge_adapter
-from ..gguf.config import architecture
+from ..gguf.config import architecture, ignored_by_llama_cpp
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
 from ..hf.adapter import NO_ADAPTER, find_adapter
@@ -191,6 +191,8 @@ def convert(
         if name not in files_of_texts(path):
             message = f"{path}: {to} has no place for {name}; copy that file beside it, where embed reads it"
             warnings.warn(message, ConfigWarning, stacklevel=2)
+    for words in ignored_by_llama_cpp(checkpoint.config) if to.startswith("gguf-") else ():
+        warnings.warn(f"{path}: {words}; run it in bitnet_ref or transformers", ConfigWarning, stacklevel=2)
     return proof
 
 

@@ -45,6 +45,7 @@ _POOLINGS = {1: "mean", 3: "last"}  # llama.cpp's numbers
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS = {"long_factors": "rope_factors_long.weight", "short_factors": "rope_factors_short.weight"}
 _ORIGINAL = "rope.scaling.original_context_length"
+_YARN_ATTN_FACTOR = "rope.scaling.yarn_attn_factor"
 LINEAR_NORM_EPS = 1e-6  # of these norms
 LINEAR_NORM = "blk.0.attn_q_norm_in.weight"  # there if each linear has a norm of its own before it
 _MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
@@ -169,6 +170,9 @@ def read_gguf_config(
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     if evidence is not None and ROPE_FACTORS["long_factors"] in file.tensors and not keys.has(_ORIGINAL):
         evidence.append(f"longrope without {keys.arch}.{_ORIGINAL}: the whole context is taken as the trained one")
+    if evidence is not None and keys.get("rope.scaling.type") == "yarn" and keys.has(_YARN_ATTN_FACTOR):
+        words = "scales cos and sin, as attention_factor in transformers; llama.cpp ignores this key, its logits differ"
+        evidence.append(f"yarn: {keys.arch}.{_YARN_ATTN_FACTOR} {words}")
     with errors_at(file.path):
         fields: dict[str, Any] = {
             "vocab_size": vocab,
@@ -248,11 +252,19 @@ def _token_id(file: GgufFile, name: str) -> int | None:
 
 def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
     theta = keys.number("rope.freq_base", 10000.0)
-    if ROPE_FREQS in keys.file.tensors:
-        return _llama3_rope(keys, theta, head_dim)
-    kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
-    if kind == "longrope" or {*ROPE_FACTORS.values()} & {*keys.file.tensors}:
+    has_factor = keys.has("rope.scaling.factor") or keys.has("rope.scale_linear")
+    kind = keys.text("rope.scaling.type", "linear" if has_factor else "none")  # llama.cpp's default is linear
+    is_llama3 = ROPE_FREQS in keys.file.tensors
+    if not is_llama3 and (kind == "longrope" or {*ROPE_FACTORS.values()} & {*keys.file.tensors}):
         return _longrope(keys, theta, context, head_dim)
+    scale = 1.0 if kind == "yarn" and not is_llama3 else keys.number("rope.scaling.attn_factor", 1.0)
+    if scale != 1:  # llama.cpp scales cos and sin by it with every type
+        message = (
+            f"expected 1, or a rope.scaling.type of yarn or longrope, got {scale:g}; other types have no scale here"
+        )
+        raise keys.fail(f"{keys.arch}.rope.scaling.attn_factor", message)
+    if is_llama3:
+        return _llama3_rope(keys, theta, head_dim)
     if kind == "none":
         return RopeConfig(theta=theta)
     factor = keys.number("rope.scaling.factor", keys.get("rope.scale_linear"))
@@ -262,11 +274,6 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
         raise keys.fail(f"{keys.arch}.rope.scaling.type", f"expected none, linear, yarn or longrope, got {kind!r}")
     if not 0 < factor < 1e9:
         raise keys.fail(f"{keys.arch}.rope.scaling.factor", f"expected a number from 0 to 1e9, got {factor}")
-    extra = keys.get("rope.scaling.yarn_attn_factor", keys.get("rope.scaling.attn_factor", 1.0))
-    if isinstance(extra, bool) or not isinstance(extra, int | float) or not 0 < extra < 1e9:
-        key = f"{keys.arch}.rope.scaling.yarn_attn_factor"
-        raise keys.fail(key, f"expected a number from 0 to 1e9, got {extra!r}")
-    own = yarn_scale(factor)  # llama.cpp scales cos and sin by this times the file's factor
     return StretchedRope(
         theta,
         "yarn",
@@ -274,8 +281,24 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
         keys.count("rope.scaling.original_context_length", context),
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=own if extra == 1 else _product(extra, own),
+        attention_factor=_yarn_attention_factor(keys, factor),
     )
+
+
+def _yarn_attention_factor(keys: _Keys, factor: float) -> float:
+    """What cos and sin are scaled by: `yarn_attn_factor` or 0.1 ln(factor) + 1, times `attn_factor`.
+
+    llama.cpp's converter writes transformers' attention_factor as yarn_attn_factor, and llama.cpp does not read it for
+    the architectures here. It multiplies its own scale by attn_factor, whatever the architecture.
+    """
+    numbers = []
+    for key, default in ((_YARN_ATTN_FACTOR, yarn_scale(factor)), ("rope.scaling.attn_factor", 1.0)):
+        value = keys.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+            raise keys.fail(f"{keys.arch}.{key}", f"expected a number from 0 to 1e9, got {value!r}")
+        numbers.append(value)
+    own, extra = numbers
+    return shortest(own) if extra == 1 else _product(extra, own)
 
 
 def _product(quotient: float, divisor: float) -> float:
@@ -382,6 +405,7 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
         put("pooling_type", "uint32", next(number for number, name in _POOLINGS.items() if name == config.pooling))
     if rope.rope_type in ("linear", "yarn", "longrope"):
         put("rope.scaling.type", "string", rope.rope_type)
+    if rope.rope_type in ("linear", "yarn"):  # with longrope llama.cpp would divide all frequencies by it once more
         put("rope.scaling.factor", "float32", rope.factor)
     if rope.rope_type == "yarn":
         if not rope.truncate:
@@ -399,6 +423,23 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
     if rope.rope_type == "dynamic":
         message = "dynamic RoPE scaling is not written into GGUF files; convert to native instead"
         raise ConfigError(message, field="rope.rope_type")
+    return out
+
+
+def ignored_by_llama_cpp(config: ModelConfig) -> list[str]:
+    """What llama.cpp does not read of `gguf_metadata`, so that its logits differ. A sentence for each."""
+    form, arch, rope = family_of(config).gguf or GgufForm({}), architecture(config), config.rope
+    out, window = [], config.sliding_window
+    if window is not None and window < config.context_length and not form.architectures[arch].window:
+        out.append(
+            f"llama.cpp has no window in models of the architecture {arch} and ignores the {window} of "
+            f"attention.sliding_window: its logits of texts of more than {window} tokens differ"
+        )
+    if isinstance(rope, StretchedRope) and rope.rope_type == "yarn" and (rope.beta_fast, rope.beta_slow) != (32, 1):
+        out.append(
+            f"llama.cpp takes 32 and 1 for yarn's beta_fast and beta_slow and ignores {rope.beta_fast:g} and "
+            f"{rope.beta_slow:g}: its logits differ"
+        )
     return out
 
 
