@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..backends import Backend
 from ..backends.backend import DrawRule, Draws, GreedyRun
-from ..backends.paged_cache import PagedKVCache
+from ..backends.paged_cache import PagedKVCache, layers_with_keys
 from ..backends.split import LayerRun, SplitBackend
 from ..errors import BackendUnavailable
 from ..families import KINDS
@@ -545,15 +545,15 @@ def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
         for a, b, name in zip(expected_rows, rows, ("keys", "values"), strict=True):
             if not np.array_equal(a, b):
                 return a.size, f"the {name} at rest differ by up to {np.abs(a - b).max():.1e}", ""
-    cache, batch = narrow.new_cache(1, len(tokens)), TokenBatch.of([(0, 0, tokens)])
+    cache, batch, layer = narrow.new_cache(1, len(tokens)), TokenBatch.of([(0, 0, tokens)]), layers_with_keys(cfg)[0]
     with be.running():
         placed = be.place(batch)
-        be.append(cache, 0, placed, be.from_host(k), be.from_host(v))
-        z = be.to_host(be.attention(be.from_host(q), cache, placed, 0, None))
+        be.append(cache, layer, placed, be.from_host(k), be.from_host(v))
+        z = be.to_host(be.attention(be.from_host(q), cache, placed, layer, None))
     right = plain.new_cache(1, len(tokens))
-    right.append(0, batch, k, v)
+    right.append(layer, batch, k, v)
     for i in range(len(tokens)):
-        keys, values = right.visible(0, 0, i, None)
+        keys, values = right.visible(layer, 0, i, None)
         pattern = layers.softmax(layers.attention_scores(q[i], keys))
         expected_z = layers.attention_values(pattern, values)
         if np.abs(z[i] - expected_z).max() > 2 * TABLE["attention values"].alone * EPSILON * np.abs(values).max():
@@ -564,9 +564,10 @@ def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
 def _stored(model: Model, k: Array, v: Array) -> tuple[Array, Array]:
     """Keys and values (T, G, d) as a cache of the model keeps them."""
     be, cache, batch = model.backend, model.new_cache(1, len(k)), TokenBatch.of([(0, 0, [0] * len(k))])
+    layer = layers_with_keys(model.config)[0]
     with be.running():
-        be.append(cache, 0, be.place(batch), be.from_host(k), be.from_host(v))
-    return cache.stored(0, batch)
+        be.append(cache, layer, be.place(batch), be.from_host(k), be.from_host(v))
+    return cache.stored(layer, batch)
 
 
 def _screened(model: Model, tokens: list[int]) -> Outcome:

@@ -821,7 +821,7 @@ def test_chains_of_references_end_no_server(talker, tmp_path):
             error = json.loads(answer.read())["error"]
             connection.close()
             assert (answer.status, "expected at most 2000" in error["message"]) == (400, True), (body.keys(), error)
-            assert error["param"] in ("guided_grammar", "guided_json")
+            assert error["param"] in ("guided_grammar", "guided_json", "response_format", "tools")
         with openai.OpenAI(base_url=f"http://{url}/v1", api_key="any") as client:
             assert client.completions.create(model=talker.name, prompt=PROMPT, max_tokens=3).usage.completion_tokens
     finally:
