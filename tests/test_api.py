@@ -302,6 +302,8 @@ def test_logits_of_a_batch(backend_name):
 @pytest.mark.parametrize("path", [GOLDEN / "llama-dense", DATA / "families" / "qwen3_5-groups128-hybrid"])
 def test_logits_in_several_passes(backend_name, monkeypatch, path):
     """Of more tokens than a pass takes: rows go into one pass as long as they fit, and a long row into several."""
+    if backend_name == "cupy" and "qwen3_5" in path.name:
+        pytest.skip("cupy has no kernels for this family")
     m, passes = model(path, backend_name), []
     rows = [[1, 5, 9], [7, 2], [3, 3, 3, 8, 2, 4, 1], [6]]
     expected = [m.logits(row) for row in rows]
