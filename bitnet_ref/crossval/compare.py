@@ -22,9 +22,17 @@ from ..reference.layers import Array
 from .calls import Calls, placed_by_calls, token_count
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, recorded_dtype, tensor_of
-from .names import INT8, LOGITS, SYNONYMS, layer_of, linear_input, nearest_name, op_inputs, op_kind, op_order
+from .names import ACC, INT8, LOGITS, SYNONYMS, layer_of, linear_input, nearest_name, op_inputs, op_kind, op_order
 from .token_ids import token_parity
-from .tolerances import FLIP_CEILING, NARROW_FLOATS, RECORDED_ROUNDING, angle_drift, narrow_tie, tolerance_of
+from .tolerances import (
+    FLIP_CEILING,
+    FLOAT_SUMS,
+    NARROW_FLOATS,
+    RECORDED_ROUNDING,
+    angle_drift,
+    narrow_tie,
+    tolerance_of,
+)
 from .types import Ints, Mask, Tensors, Tokens
 
 OK, FLIP, DIFFERS = "ok", "rounding flip", "differs"
@@ -302,6 +310,8 @@ class Walk:
         if shape != given:
             theirs = theirs[:].reshape(shape)
         tolerance = tolerance_of(kind, self.own_engine)
+        if kind == "linear" and not self.own_engine and f"{name.rpartition('.')[0]}.{ACC}" not in self.candidate:
+            tolerance = FLOAT_SUMS
         relative = tolerance.relative(depth)
         if kind == "dense linear" and depth is not None:  # its result is as far off as what it reads may be
             for each in op_inputs(name, self.config):
@@ -466,7 +476,7 @@ def shape_note(name: str, shape: tuple[int, ...], given: tuple[int, ...]) -> str
     'shape [8, 1024] instead of [8, 1000]: cut the padded logits to vocab_size, logits[..., :1000]'
     """
     note = f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}"
-    is_padded = op_kind(name) == "logits" and given[-1:] > shape[-1:]
+    is_padded = op_kind(name) == "logits" and len(given) == len(shape) and given[-1:] > shape[-1:]
     return note + f": cut the padded logits to vocab_size, logits[..., :{shape[-1]}]" * is_padded
 
 

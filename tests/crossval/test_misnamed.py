@@ -1,17 +1,22 @@
 """Right tensors under wrong names are no difference; a mistake that looks like one is. Arrays that no engine used."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import DATA, model
+from helpers import DATA, TINY, model, write_checkpoint
 
+import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain import diagnose
 from bitnet_ref.crossval.explain.describe import find
+from bitnet_ref.crossval.explain.replay import judge_trace
+from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.misnamed import in_words, misnamed
 from bitnet_ref.crossval.opponents import cross_trace
-from bitnet_ref.crossval.trace import write_trace
+from bitnet_ref.crossval.tolerances import EPSILON
+from bitnet_ref.crossval.trace import Trace, write_trace
 
 TOKENS = [3, 14, 15, 92, 6, 53, 58, 79]
 FAMILIES = ("storyteller", "qwen3-groups128", "hunyuan", "embedding-gemma3")
@@ -187,3 +192,50 @@ def test_a_trace_of_zeros_has_no_causes(tmp_path, monkeypatch):
     (cause,) = crossed(m, one, tmp_path / "t").diagnosis()
     assert "the embedding: it is all zeros" in cause
     assert len(searches) == 1  # not for a second mistake, which could change nothing of what is made of zeros alone
+
+
+@pytest.mark.thorough
+def test_numbers_that_only_lead_to_flips_were_used(tmp_path):
+    """All norms in bfloat16. The next int8 values are what follows from them, and the next norm is as wrong."""
+    m, right = recorded("storyteller")
+
+    def narrow(step, compute, *inputs):
+        return compute(*inputs).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    norms = [name for name in right if name.endswith("hook_normalized")]
+    wrong = Setting.of(m, TOKENS).with_edits(dict.fromkeys(norms, narrow)).run(right.__contains__)
+    crossing = crossed(m, wrong, tmp_path / "t")
+    assert norms[0] in crossing.verdict
+    (cause,) = [each for each in crossing.diagnosis() if "confirmed" in each]
+    assert "rounded to bfloat16" in cause
+
+
+def test_float_sums_are_no_mistake_of_an_engine_without_integer_ones(tmp_path):
+    """transformers multiplies dequantised floats, whose sum is off by more than factors in another order."""
+    m, right = recorded("storyteller")
+    rng, given = np.random.default_rng(0), {name: x for name, x in right.items() if name.endswith(("int8", "x_scale"))}
+    for name, x in right.items():
+        if name.endswith("proj.hook_out"):
+            off = rng.uniform(-8, 8, x.shape) * EPSILON
+            given[name] = (x + np.abs(x).max(axis=1, keepdims=True) * off).astype(np.float32)
+    sums = {name: x for name, x in right.items() if name.endswith("hook_acc_int32")}
+    for more, expected in (({}, {"ok"}), (sums, {"differs"})):
+        write_trace(tmp_path / "t", given | more, TOKENS, engine="theirs")
+        with Trace(tmp_path / "t") as trace:
+            assert {op.status for op in judge_trace(m, trace).ops if op.name.endswith("proj.hook_out")} == expected
+
+
+@pytest.mark.thorough
+def test_an_attention_factor_that_is_left_out(tmp_path):
+    """YaRN's, of cos and sin. Edits that turn by other angles keep it."""
+    m = bitnet_ref.load(
+        write_checkpoint(tmp_path / "m", {**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    )
+    right, tokens = m.run_with_cache(list(range(1, 24)))[1], list(range(1, 24))
+    scale = np.float32(m.config.rope.attention_factor)
+    turned = [name for name in right if name.endswith(("hook_rot_q", "hook_rot_k"))]
+    unscaled = dict.fromkeys(turned, lambda step, compute, x, cos, sin: compute(x, cos / scale, sin / scale))
+    wrong = Setting.of(m, tokens).with_edits(unscaled).run(right.__contains__)
+    write_trace(tmp_path / "t", wrong, tokens, engine="theirs")
+    causes = [each for each in cross_trace(m, tmp_path / "t").diagnosis() if "confirmed" in each]
+    assert "RoPE's cos and sin are not multiplied by its attention factor" in causes[0]

@@ -53,7 +53,9 @@ def _held_unused(setting: Setting, candidate: Tensors, comparison: Comparison, w
     excess = _differing(right, candidate, setting)
     if list(excess) != wrong or excess[name] < UNUSED_EXCESS:
         return None
-    follows = [size for each, size in _differing(used, candidate, setting).items() if each not in wrong]
+    # Not by tensors of the same kind: where the mistake is in all of them, the next one differs for its own sake.
+    differing = _differing(used, candidate, setting)
+    follows = [size for each, size in differing.items() if hook_of(each) != hook_of(name)]
     if max(follows, default=0.0) < UNUSED_EXCESS:
         return None
     theirs = np.asarray(candidate[name]).reshape(right[name].shape)

@@ -67,7 +67,7 @@ class _Replay:
         self.linears = dict(plain_weights(model.weights).linears())
         self.own = bool(getattr(trace, "own_engine", True))
         dtype = getattr(trace, "engine_dtype", "float32")
-        self.walk = Walk({}, {}, self.cfg, ids, comparison, self.own, dtype, self.is_ternary)
+        self.walk = Walk({}, self.trace, self.cfg, ids, comparison, self.own, dtype, self.is_ternary)
         self.recorded: set[str] = set()  # names of the tensors that have the right shape
         self.results: dict[str, OpResult] = {}
         for name in set(names.op_order(self.cfg)).intersection(self.trace):

@@ -219,18 +219,22 @@ def _between(step: Step) -> Iterator[Row]:
 
 
 def _of_ropes(step: Step) -> Iterator[Row]:
-    p, f = angles_of(step)
+    p, f, scale = angles_of(step)
     for name, to in NARROW.items():
         narrow = partial(rounded, dtype=to)
         angles = narrow(narrow(p) * narrow(f))
         text = f"cos and sin are rounded to {name}"
         yield 1.3, text, lambda x, c, s, r=narrow: layers.apply_rope(x, r(c), r(s))
-        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: turn(x, p * wide(r(f)))
-        yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: turn(x, wide(a))
+        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: turn(x, p * wide(r(f)), scale)
+        yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: turn(x, wide(a), scale)
         text = f"RoPE's frequencies, angles, cos and sin are in {name}"
-        yield 1.2, text, lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a)), r(np.sin(a)))
-        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p * f)))
-        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p)) * f)
+        yield (
+            1.2,
+            text,
+            lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a) * scale), r(np.sin(a) * scale)),
+        )
+        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p * f)), scale)
+        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p)) * f, scale)
 
 
 def _of_outputs() -> Iterator[Row]:

@@ -12,7 +12,7 @@ import numpy as np
 from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
 from ...reference.layers import Array
-from ..names import hook_of, layer_of, role
+from ..names import LOGITS, hook_of, layer_of, role
 from ..types import Tokens
 from .variants import Setting, Step
 
@@ -31,7 +31,8 @@ HOOKS = {
 }  # fmt: skip
 # What computes a step: the function and the line of it to compare with.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
-    "hook_embed": (ops.Ops.embed, "return"), "hook_scale": (layers.rms_scale, "np.sqrt"), "hook_normalized": (layers.rms_norm, "return"),
+    "hook_embed": (ops.Ops.embed, "return"), "hook_embed_scaled": (model.embeddings, "return"), "hook_scaled": (model.head_input, "return"),
+    "hook_scale": (layers.rms_scale, "np.sqrt"), "hook_normalized": (layers.rms_norm, "return"),
     "hook_x_scale": (quantization.quantize_activations, "x_quant_scale ="), "hook_x_int8": (quantization.quantize_activations, "np.rint"),
     "hook_acc_int32": (quantization.ternary_matmul, "acc["), "product": (layers.dense_matmul, "y[i"), "hook_uncapped": (layers.dense_matmul, "y[i"),
     "hook_out": (quantization.dequantize, "return"), "hook_q": (model.split_heads, "q = q.reshape"), "hook_k": (model.split_heads, "k = k.reshape"),
@@ -187,6 +188,8 @@ def remedy(step: Step) -> str:
         function, mark = (ops.Ops.add, "return") if adds else (layers.dense_matmul, "y[i")
     if kind == "hook_scale":
         mark = "return"
+    if step.name == LOGITS and step.setting.config.logit_softcap is not None:
+        function, mark = layers.softcap, "return"
     lines, first = inspect.getsourcelines(function)
     index = max((i for i, line in enumerate(lines) if mark in line), default=0)
     path = Path(inspect.getsourcefile(function) or "")

@@ -139,15 +139,15 @@ def kv_maps(noun: str) -> Iterator[Description]:
         yield Description(1.1, f"query head h reads kv head {words} in {noun}", reads_kv_head(kv_head))
 
 
-def angles_of(step: Step) -> tuple[Array, Array]:
-    """positions (N, 1), frequencies (d/2,)"""
-    positions = np.arange(len(step.inputs[0]))[:, None].astype(np.float64)
-    return positions, own_rope(step).frequencies(2 * step.inputs[1].shape[1])
+def angles_of(step: Step) -> tuple[Array, Array, float]:
+    """positions (N, 1), frequencies (d/2,), and what cos and sin are multiplied by (YaRN's and longrope's)"""
+    positions, rope = np.arange(len(step.inputs[0]))[:, None].astype(np.float64), own_rope(step)
+    return positions, rope.frequencies(2 * step.inputs[1].shape[1]), getattr(rope, "attention_factor", 1.0)
 
 
-def turn(x: Array, angles: Array, size: int | None = None) -> Array:
-    """The first `size` numbers of each head turned, all if None."""
-    turned = layers.apply_rope(wide(x[..., :size]), np.cos(angles), np.sin(angles))
+def turn(x: Array, angles: Array, scale: float = 1.0, size: int | None = None) -> Array:
+    """The first `size` numbers of each head turned, all if None. scale: of cos and sin"""
+    turned = layers.apply_rope(wide(x[..., :size]), np.cos(angles) * scale, np.sin(angles) * scale)
     return turned if size is None else np.concatenate([turned, wide(x[..., size:])], axis=-1)
 
 
@@ -179,7 +179,7 @@ ROPES: list[Row] = [
 
 def ropes(step: Step) -> Iterator[Row]:
     """Other angles for the two halves of each head."""
-    p, f = angles_of(step)
+    p, f, scale = angles_of(step)
     n, half = len(p), len(f)
     theta, hidden = own_rope(step).theta, step.setting.config.hidden_size
     d, j = 2 * half, np.arange(half, dtype=np.float64)
@@ -200,8 +200,10 @@ def ropes(step: Step) -> Iterator[Row]:
     }
 
     def by(angles: Array, size: int | None = None) -> Formula:
-        return lambda x, c, s: turn(x, angles, size)
+        return lambda x, c, s: turn(x, angles, scale, size)
 
+    if scale != 1:
+        yield 1, "RoPE's cos and sin are not multiplied by its attention factor", lambda x, c, s: turn(x, p * f)
     yield from ((1, f"RoPE's positions are {words}", by(places * f)) for words, places in positions.items())
     yield from ((1, f"RoPE's frequencies are {words}", by(p * other)) for words, other in frequencies.items())
     for part in sorted({d // 2, d // 4, 3 * d // 4 // 2 * 2, d - 2} - {0}):
@@ -213,4 +215,4 @@ def ropes(step: Step) -> Iterator[Row]:
     if 2 * half < step.inputs[0].shape[-1]:
         yield 1, f"RoPE turns the last {2 * half} numbers of a head, not the first", lambda x, c, s: np.roll(layers.apply_rope(np.roll(x, 2 * half, -1), c, s), -2 * half, -1)
     yield from ROPES
-    yield 1.2, "RoPE takes the head's number for the position", lambda x, c, s: turn(x.swapaxes(0, 1), np.arange(x.shape[1])[:, None] * f).swapaxes(0, 1)
+    yield 1.2, "RoPE takes the head's number for the position", lambda x, c, s: turn(x.swapaxes(0, 1), np.arange(x.shape[1])[:, None] * f, scale).swapaxes(0, 1)

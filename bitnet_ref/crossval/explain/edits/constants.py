@@ -113,15 +113,15 @@ FLOATS: list[ConstantRow] = [
 
 
 def _rope_constants(step: Step) -> list[ConstantRow]:
-    p, f = angles_of(step)
+    p, f, scale = angles_of(step)
     e, theta = np.arange(len(f)) / len(f), own_rope(step).theta
     return [
         (1.2, "RoPE's cos is multiplied by {c}", lambda c, x, co, si: layers.apply_rope(x, co * np.float32(c), si), 1),
         (1.2, "RoPE's sin is multiplied by {c}", lambda c, x, co, si: layers.apply_rope(x, co, si * np.float32(c)), 1),
         (1.2, "RoPE's cos and sin are multiplied by {c}", lambda c, x, co, si: layers.apply_rope(x, co, si) * c, 1),
-        (1, "RoPE's theta is {c} where {right} belongs", lambda c, x, co, si: turn(x, p * c**-e), theta, True, (1e3, 1e4, 1e5, 5e5, 1e6, 1e2)),
-        (1.1, "RoPE's positions are multiplied by {c}", lambda c, x, co, si: turn(x, p * c * f), 1, True, (0.1, 0.25, 0.5, 1.5, 2, 4)),
-        (1.1, "{c} is added to RoPE's positions", lambda c, x, co, si: turn(x, (p + c) * f), 0, False, (-1, 2, 3, 4, 5, 7, 10)),
+        (1, "RoPE's theta is {c} where {right} belongs", lambda c, x, co, si: turn(x, p * c**-e, scale), theta, True, (1e3, 1e4, 1e5, 5e5, 1e6, 1e2)),
+        (1.1, "RoPE's positions are multiplied by {c}", lambda c, x, co, si: turn(x, p * c * f, scale), 1, True, (0.1, 0.25, 0.5, 1.5, 2, 4)),
+        (1.1, "{c} is added to RoPE's positions", lambda c, x, co, si: turn(x, (p + c) * f, scale), 0, False, (-1, 2, 3, 4, 5, 7, 10)),
     ]
 
 

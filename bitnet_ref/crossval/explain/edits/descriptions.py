@@ -56,7 +56,7 @@ def own_descriptions(step: Step) -> Iterator[Description]:
                 for words, index in (("the sum", None), ("{in0}", 0), ("{in1}", 1)):
                     yield Description(1.2, f"{words} is normed, with the weight of {norm.name.split('.')[-1]}", normed_by(index, norm.name, step.name))
     if kind == "hook_v":
-        yield Description(1.1, "v is turned by RoPE as well", after(lambda v: turn(v, np.arange(len(v))[:, None] * own_rope(step).frequencies(step.setting.config.rotary_size))))
+        yield Description(1.1, "v is turned by RoPE as well", after(lambda v: turn(v, np.arange(len(v))[:, None] * own_rope(step).frequencies(step.setting.config.rotary_size), getattr(own_rope(step), "attention_factor", 1.0))))
     if of_linear and len(x) == 3:
         yield from with_part(1.1, "the scale of {} is taken", step, lambda other: isinstance(other, LinearWeight) and other.bit_linear is not None, lambda compute, other, acc, w, s: acc.astype(np.float32) * (other.bit_linear.w_dequant_scale / s))
     elif of_linear:
