@@ -1,9 +1,11 @@
 """Calls of tools in a model's text: each form that published chat templates teach, in pieces of any size."""
 
 import json
+from itertools import product
 
 import pytest
 
+from bitnet_ref.serving.http import tools
 from bitnet_ref.serving.http.events import CallArguments, CallStart, Reply, Text
 from bitnet_ref.serving.http.tool_formats import FORMATS, find_format
 from bitnet_ref.serving.http.tools import ToolReader, choose_tools, close_objects
@@ -207,11 +209,23 @@ CLOSED = {"additionalProperties": False}
             {**CLOSED, "$defs": {"A": {**A, **CLOSED}, "C/~": A}},
         ),
         ({"allOf": 5, "items": [A], "anyOf": 3}, {}),
+        ({"allOf": [{"$ref": 3}, {"$ref": "#/allOf/0"}, {"$ref": "#/allOf/x"}, {"$ref": "#/0"}, {"$ref": "b"}]}, {}),
     ],
 )
 def test_what_is_combined_with_other_parts_stays_open(schema, changes):
     """A part that is closed would refuse the properties that the other parts name."""
     assert close_objects(schema) == {**schema, **changes}
+
+
+def test_a_part_is_looked_into_once_however_it_is_referred_to(monkeypatch):
+    """So a client's schema cannot make this take long."""
+    part = {"$defs": {"~" * 10: {"anyOf": [{"type": "string"}] * 1000}}}
+    names = ["".join(letters) for letters in product(("~", "~0"), repeat=10)]
+    refs = [{"$ref": f"#/$defs/{name}"} for name in names] + [{"$ref": f"{n}#/$defs"} for n in range(1000)]
+    seen, parts_of = [], tools._parts_of
+    monkeypatch.setattr(tools, "_parts_of", lambda schema: seen.extend(found := parts_of(schema)) or found)
+    assert close_objects({**part, "allOf": refs}) == {**part, "allOf": refs}
+    assert len(seen) < 10_000  # of some 3,000 parts
 
 
 @pytest.mark.thorough

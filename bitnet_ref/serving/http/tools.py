@@ -330,9 +330,11 @@ def close_objects(schema: Any) -> Any:
     """
     parts, shared = [part for part in _parts_of(schema) if _is_mixed(part)], set[str]()
     for part in parts:  # what is said together with them stays open, and what they refer to
-        for target in {each["$ref"] for each in _parts_of(part) if isinstance(each.get("$ref"), str)} - shared:
-            shared.add(target)
-            parts += [] if (found := _find(schema, target)) is None else [found]
+        for each in _parts_of(part):
+            place, found = _find(schema, each.get("$ref"))
+            if found is not None and place not in shared:
+                shared.add(place)
+                parts.append(found)
     return _close(schema, "#", shared)
 
 
@@ -354,17 +356,18 @@ def _escape(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _find(schema: Any, place: str) -> Any:
-    """The part at a place like "#/$defs/x"; None: there is none."""
-    for name in place.split("/")[1:]:
+def _find(schema: Any, target: Any) -> tuple[str, Any]:
+    """The place and the part that a reference like "#/$defs/x" means; None: there is none."""
+    place, *names = target.split("/") if isinstance(target, str) else [""]
+    for name in names:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
-            schema = schema[int(name)]
+        if isinstance(schema, list) and name.isdecimal() and int(name[:9]) < len(schema):
+            place, schema = f"{place}/{int(name[:9])}", schema[int(name[:9])]
         elif isinstance(schema, dict) and name in schema:
-            schema = schema[name]
+            place, schema = f"{place}/{_escape(name)}", schema[name]
         else:
-            return None
-    return schema
+            return "", None
+    return (place, schema) if place.startswith("#") else ("", None)
 
 
 def _close(schema: Any, place: str, shared: Set[str]) -> Any:
