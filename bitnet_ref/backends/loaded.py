@@ -28,7 +28,7 @@ from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
 from .paged_cache import CacheSpec, EngineKVCache
 from .record import NamesFilter, Recorder, check_matched
-from .run import Logits, TokenLogits, run, run_greedy, run_hidden
+from .run import Logits, TokenLogits, run, run_greedy, run_hidden, split_into_passes
 
 if TYPE_CHECKING:
     from ..tokenizers.base import Tokenizer
@@ -318,7 +318,8 @@ class LoadedModel:
         is_batch = _is_batch(token_ids)
         rows = [self._encode(row) for row in (token_ids if is_batch else [token_ids])]
         cache = self.new_cache(len(rows), max(map(len, rows)))
-        passes = [self.run(TokenBatch.of(parts), cache).all() for parts in _passes_of(rows)]
+        inputs = [(slot, 0, row) for slot, row in enumerate(rows)]
+        passes = [self.run(TokenBatch.of(parts), cache).all() for parts, _ in split_into_passes(inputs, LOGITS_TOKENS)]
         every = passes[0] if len(passes) == 1 else np.concatenate(passes)
         return np.split(every, np.cumsum([len(row) for row in rows])[:-1]) if is_batch else every
 
@@ -401,20 +402,6 @@ class LoadedModel:
         self._adapted = AdaptedWeights(self.backend)
         gc.collect()  # the requests of an engine are cycles that hold the weights, and its cache on the backend
         self.backend.close()
-
-
-def _passes_of(rows: Sequence[NDArray[np.int64]]) -> list[list[tuple[int, int, NDArray[np.int64]]]]:
-    """The parts of passes of at most LOGITS_TOKENS tokens: of each row, in a slot of its own."""
-    passes, room = list[list[tuple[int, int, NDArray[np.int64]]]](), 0
-    for slot, row in enumerate(rows):
-        for start in range(0, len(row), LOGITS_TOKENS):
-            ids = row[start : start + LOGITS_TOKENS]
-            if len(ids) > room:
-                passes.append([])
-                room = LOGITS_TOKENS
-            passes[-1].append((slot, start, ids))
-            room -= len(ids)
-    return passes
 
 
 def _is_batch(token_ids: Any) -> bool:

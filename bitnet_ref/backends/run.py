@@ -21,6 +21,8 @@ from .backend import Backend, GreedyRun, HeadNeed, HeadRows, Ids
 from .observe import observe
 from .record import FiniteCheck
 
+Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token, token ids
+
 SMALL = 4096  # numbers
 
 
@@ -236,3 +238,26 @@ def first_non_finite(
             return error
         return NumericsError(f"{check.current} is the first bad tensor: {error}", tensor=check.current)
     return NumericsError("the logits hold NaN or Inf, but a second run of these tokens does not: is the memory sound?")
+
+
+def split_into_passes(inputs: Sequence[Input], tokens: int) -> Iterator[tuple[list[Input], list[int]]]:
+    """Split inputs into passes of at most `tokens`, which bounds the memory of a long prompt.
+
+    Each pass is a pair: its parts, and the indices of the parts that end an input.
+    """
+    parts: list[Input] = []
+    ending: list[int] = []
+    room = tokens
+    for slot, start, ids in inputs:
+        done = 0
+        while done < len(ids):
+            piece = ids[done : done + room]
+            if done + len(piece) == len(ids):
+                ending.append(len(parts))
+            parts.append((slot, start + done, piece))
+            done, room = done + len(piece), room - len(piece)
+            if room == 0:
+                yield parts, ending
+                parts, ending, room = [], [], tokens
+    if parts:
+        yield parts, ending

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..backends.run import TokenLogits, all_finite
+from ..backends.run import Input, TokenLogits, all_finite, split_into_passes
 from ..errors import GenerationError, NumericsError, describe
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from .sampling import TOKENS_AT_A_TIME, log_probability
 
 MAX_CONTINUATIONS = 32  # of one prompt that are computed together
-Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token, token ids
 Group = tuple[NDArray[np.int64], list[NDArray[np.int64]]]  # a prompt, and continuations of it
 
 
@@ -115,33 +114,10 @@ def _score_batch(model: LoadedModel, batch: Sequence[tuple[int, Group]], scores:
 
 def _run(model: LoadedModel, cache: KVCache, inputs: Sequence[Input], every: bool) -> Iterator[TokenLogits]:
     """The final states of every token of the inputs, or of the last token of each, in order."""
-    for parts, ending in _split_into_steps(inputs, model.backend.prompt_tokens(model.config)):
+    for parts, ending in split_into_passes(inputs, model.backend.prompt_tokens(model.config)):
         batch = TokenBatch.of(parts, logits_of_last=None if every else ending)
         wanted = len(batch) if batch.wanted is None else len(batch.wanted)
         yield from model.run(batch, cache, [None] * wanted).tokens
-
-
-def _split_into_steps(inputs: Sequence[Input], tokens: int) -> Iterator[tuple[list[Input], list[int]]]:
-    """Split inputs into steps of at most `tokens`, which bounds the memory of a long prompt.
-
-    Each step is a pair: its parts, and the indices of the parts that end an input.
-    """
-    parts: list[Input] = []
-    ending: list[int] = []
-    room = tokens
-    for slot, start, ids in inputs:
-        done = 0
-        while done < len(ids):
-            piece = ids[done : done + room]
-            if done + len(piece) == len(ids):
-                ending.append(len(parts))
-            parts.append((slot, start + done, piece))
-            done, room = done + len(piece), room - len(piece)
-            if room == 0:
-                yield parts, ending
-                parts, ending, room = [], [], tokens
-    if parts:
-        yield parts, ending
 
 
 def _log_probabilities(
