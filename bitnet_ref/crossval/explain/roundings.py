@@ -228,11 +228,8 @@ def _of_ropes(step: Step) -> Iterator[Row]:
         yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: turn(x, p * wide(r(f)), scale)
         yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: turn(x, wide(a), scale)
         text = f"RoPE's frequencies, angles, cos and sin are in {name}"
-        yield (
-            1.2,
-            text,
-            lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a) * scale), r(np.sin(a) * scale)),
-        )
+        tables = narrow(np.cos(angles) * scale), narrow(np.sin(angles) * scale)
+        yield 1.2, text, lambda x, c, s, t=tables: layers.apply_rope(x, *t)
         yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p * f)), scale)
         yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: turn(x, wide(r(p)) * f, scale)
 

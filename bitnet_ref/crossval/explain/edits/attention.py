@@ -151,6 +151,11 @@ def turn(x: Array, angles: Array, scale: float = 1.0, size: int | None = None) -
     return turned if size is None else np.concatenate([turned, wide(x[..., size:])], axis=-1)
 
 
+def turned_by_own(x: Array, step: Step) -> Array:
+    """x (N, H, d) turned by the RoPE of the step's layer, at positions 0 to N - 1."""
+    return layers.apply_rope(x, *own_rope(step).tables(np.arange(len(x)), step.setting.config.rotary_size, np.float32))
+
+
 def interleaved(x: Array, cos: Array, sin: Array) -> Array:
     """Rotates the pairs (x[2j], x[2j+1]).   x (N, H, d), cos and sin (N, d/2), or narrower"""
     x, rest = np.split(x, [2 * cos.shape[-1]], axis=-1)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from ....families.family import after, before, heads_apart, instead, own_rope
+from ....families.family import after, before, heads_apart, instead
 from ....reference import layers
 from ....reference.weights import LinearWeight
 from ...names import is_by_head
 from ..variants import Step
-from .attention import PATTERNS, kv_maps, ropes, scores, turn
+from .attention import PATTERNS, kv_maps, ropes, scores, turned_by_own
 from .by_token import ACTIVATION_SCALES, INT8_RULES, LENGTHS, NORMS, RESIDUALS, gates, lengths_of_blocks, mean_square
 from .changes import changes
 from .kinds import Description, Row, from_run, normed_by, norms_of, take_row, with_part
@@ -56,7 +56,7 @@ def own_descriptions(step: Step) -> Iterator[Description]:
                 for words, index in (("the sum", None), ("{in0}", 0), ("{in1}", 1)):
                     yield Description(1.2, f"{words} is normed, with the weight of {norm.name.split('.')[-1]}", normed_by(index, norm.name, step.name))
     if kind == "hook_v":
-        yield Description(1.1, "v is turned by RoPE as well", after(lambda v: turn(v, np.arange(len(v))[:, None] * own_rope(step).frequencies(step.setting.config.rotary_size), getattr(own_rope(step), "attention_factor", 1.0))))
+        yield Description(1.1, "v is turned by RoPE as well", after(lambda v: turned_by_own(v, step)))
     if of_linear and len(x) == 3:
         yield from with_part(1.1, "the scale of {} is taken", step, lambda other: isinstance(other, LinearWeight) and other.bit_linear is not None, lambda compute, other, acc, w, s: acc.astype(np.float32) * (other.bit_linear.w_dequant_scale / s))
     elif of_linear:

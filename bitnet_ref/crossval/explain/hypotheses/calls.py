@@ -24,6 +24,7 @@ from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS, is_by_head, op_inputs
 from ...types import Ints, Mask, Tensors, Tokens
 from ..attention import all_scores, scores_of, values_of
+from ..edits.attention import turned_by_own
 from ..number_formats import FLOATS, INT4_ROWS, INT8_ROWS, rounded, to_integers
 from ..variants import Setting, Step
 
@@ -174,11 +175,6 @@ def reads(rows_of: Rows, keys: bool, values: bool) -> Edit:
     return edit
 
 
-def _turned_again(keys: Array, step: Step) -> Array:
-    tables = own_rope(step).tables(np.arange(len(keys)), step.setting.config.rotary_size, np.float32)
-    return layers.apply_rope(keys, *tables)
-
-
 def _before_rope(keys: Array, step: Step) -> Array:
     attn = step.owner
     return step.seen.get(f"{attn}.k_norm.hook_normalized", step.seen[f"{attn}.hook_k"])
@@ -224,7 +220,7 @@ def _steps_of(config: ModelConfig, weights: ModelWeights, path: Path | None, *to
 _read_mistake = partial(Hypothesis, "*.attn.hook_attn_scores *.attn.hook_z", fits=_several)
 _PARTS = (("rows", True, True), ("keys", True, False), ("values", False, True))  # of the cache: keys, values
 _READS: tuple[tuple[str, str, Rows, bool, bool], ...] = (  # name, words, rows, of keys, of values
-    ("turned_twice", "keys that are read from the cache are turned by RoPE a second time", _turned_again, True, False),
+    ("turned_twice", "keys that are read from the cache are turned by RoPE a second time", turned_by_own, True, False),
     ("not_turned", "keys in the cache are not turned by RoPE", _before_rope, True, False),
     ("normed_twice", "keys that are read from the cache are normed a second time", _normed_again, True, False),
     *(
