@@ -374,6 +374,10 @@ class BlockWeight(DenseWeight):
         return np.dtype(np.float32)
 
     @property
+    def storage(self) -> str:
+        return self.block_type
+
+    @property
     def array(self) -> Floats:
         """The matrix as floats, made at each use.   -> (N, K)"""
         return widen_blocks(self.stored, self.block_type)

@@ -33,6 +33,7 @@ from .streaming import TextStream
 from .string_search import StringSearch
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
+SEE_TRUNCATE = ", or see overflow='truncate'"  # which HTTP leaves out: it is a parameter of Python
 NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
 
 
@@ -85,12 +86,12 @@ class Request:
             if room < 1:
                 raise ContextOverflow(
                     f"{name} has {size}, and the {whose}'s context of {context} leaves no room for "
-                    "a new one; shorten it, or see overflow='truncate'",
+                    f"a new one; shorten it{SEE_TRUNCATE}",
                     mentions=["overflow='truncate'"],
                 )
             raise ContextOverflow(
                 f"{name} has {size} and max_tokens is {wanted}, but the {whose}'s context "
-                f"is {context}; lower max_tokens to {room}, shorten the prompt, or see overflow='truncate'",
+                f"is {context}; lower max_tokens to {room}, shorten the prompt{SEE_TRUNCATE}",
                 mentions=["max_tokens", "max_tokens", "overflow='truncate'"],
             )
         return wanted

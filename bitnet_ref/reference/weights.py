@@ -160,6 +160,11 @@ class DenseWeight(LinearWeight):
         return self.stored.dtype
 
     @property
+    def storage(self) -> str:
+        """How `stored` holds the numbers: a dtype, or a type of blocks."""
+        return self.dtype.name
+
+    @property
     def array(self) -> Floats:
         """The matrix as floats, (N, K)."""
         return self.stored

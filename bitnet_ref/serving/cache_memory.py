@@ -65,11 +65,11 @@ def cache_memory(
 def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
     """The pool of pages that the config asks for, or that fits into memory. Raises ConfigError, OutOfMemory."""
     size, context = config.page_size, model.config.context_length
-    page_bytes, state_bytes = _sizes(model, config)
+    page_bytes, state_bytes = sizes = _sizes(model, config)
     limit, slots = _memory_left(model, config), config.max_batch
     if config.cache_tokens is None and config.cache_bytes is None:
         context = min(context, LONG_CONTEXT)
-    room = config.cache_bytes or default_bytes(model, config)
+    room = config.cache_bytes or _default_bytes(model, config, sizes)
     if config.cache_tokens is not None:
         pages = -(-config.cache_tokens // size)
         if state_bytes:
@@ -95,13 +95,16 @@ def new_cache(model: LoadedModel, config: EngineConfig) -> PagedKVCache:
     return cache
 
 
-def default_bytes(model: LoadedModel, config: EngineConfig, room: int | None = None, count: int = 1) -> int:
+def _default_bytes(
+    model: LoadedModel, config: EngineConfig, sizes: tuple[int, int], room: int | None = None, count: int = 1
+) -> int:
     """Bytes of each of `count` caches where the config does not say: for max_batch whole contexts, at most its share of
     a quarter of the free memory and of what memory_limit leaves, and at least one page of one sequence.
 
-    room: what the weights and all caches may hold, of which the caches take at most a quarter.
+    sizes: as `_sizes` gives them. room: what the weights and all caches may hold, of which the caches take at most a
+    quarter.
     """
-    page_bytes, state_bytes = _sizes(model, config)
+    page_bytes, state_bytes = sizes
     pages = -(-min(model.config.context_length, LONG_CONTEXT) // config.page_size)
     free, limit = model.backend.memory()[1], _memory_left(model, config)
     bounds = [None if free is None else free // CACHE_SHARE, limit]
@@ -112,10 +115,10 @@ def default_bytes(model: LoadedModel, config: EngineConfig, room: int | None = N
 
 
 def share_memory(model: LoadedModel, config: EngineConfig, room: int | None, count: int) -> EngineConfig:
-    """The config of each of `count` engines of one memory. room: as in `default_bytes`."""
+    """The config of each of `count` engines of one memory. room: what their weights and caches may hold."""
     if (count == 1 and room is None) or config.cache_tokens is not None or config.cache_bytes is not None:
         return config
-    return replace(config, cache_bytes=default_bytes(model, config, room, count))
+    return replace(config, cache_bytes=_default_bytes(model, config, _sizes(model, config), room, count))
 
 
 def _sizes(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:

@@ -333,9 +333,9 @@ def test_integers_and_bounds_in_texts(story):
 
 def test_names_that_would_be_counted_twice():
     """llguidance does not know which names of an open object it has written."""
-    more = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]}
+    pair = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]}
     for good in ({"minProperties": 2}, {"minProperties": 3, "additionalProperties": False}):
-        read_schema({**more, **good})
+        read_schema({**pair, **good})
     for bad in ({}, {"additionalProperties": True}, {"additionalProperties": False, "patternProperties": {"x": {}}}):
         with pytest.raises(GenerationError, match=r"guided_json: expected minProperties of at most 2, .* got 3"):
-            read_schema({**more, **bad, "minProperties": 3})
+            read_schema({**pair, **bad, "minProperties": 3})

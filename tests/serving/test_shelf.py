@@ -80,8 +80,11 @@ def test_the_default_cache_leaves_room_in_the_budget():
     async def run():
         story = model("storyteller", BACKEND, threads=1)
         budget = 2 * story.weights.nbytes
-        opened = lambda path, room: start_engines(story, room=room)  # noqa: E731
-        shelf = ModelShelf({"a": TINY, "b": UNTIED}, opened, budget)
+
+        def open_engine(path, room):
+            return start_engines(story, room=room)
+
+        shelf = ModelShelf({"a": TINY, "b": UNTIED}, open_engine, budget)
         for name in "abab":
             engine = await use(shelf, name)
             assert loaded(shelf) == [name]

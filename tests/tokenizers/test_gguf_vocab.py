@@ -482,8 +482,8 @@ def test_what_llama_cpp_does_not_do_to_a_text_is_said(caplog: pytest.LogCaptureF
         caplog.clear()
         data = write_model(replace(model, **changes), {"unk": 0, "bos": 1, "eos": 2})
         out = gguf_from_tokenizer_files(FILES | {"tokenizer.model": data})
-        said = [record.getMessage() for record in caplog.records]
-        assert [key in words and "llama.cpp ignores" in words for key, words in zip(keys, said, strict=True)] == [
+        warnings = [record.getMessage() for record in caplog.records]
+        assert [key in words and "llama.cpp ignores" in words for key, words in zip(keys, warnings, strict=True)] == [
             True
         ] * len(keys)
         assert read_model(model_of(out), None) == replace(model, **changes)

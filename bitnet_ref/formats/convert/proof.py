@@ -14,7 +14,6 @@ from ...backends.paged_cache import CacheSpec
 from ...backends.run import run
 from ...errors import TokenizerError
 from ...families import KINDS
-from ...families.blocks import BlockWeight
 from ...reference.cache import TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.layers import Floats
@@ -304,9 +303,7 @@ class _Layers:
             self.tick()
 
     def note(self, layer: str, linears: Iterable[tuple[str, LinearWeight]]) -> None:
-        for name, w in linears:
-            if isinstance(w, DenseWeight):
-                self.storage[layer + name] = w.block_type if isinstance(w, BlockWeight) else w.dtype.name
+        self.storage |= {layer + name: w.storage for name, w in linears if isinstance(w, DenseWeight)}
 
 
 def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:

@@ -17,6 +17,7 @@ from ...errors import (
     TokenizerError,
     describe_error,
 )
+from ...generation.sequence import SEE_TRUNCATE
 from .schemas import RequestError
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
         param = error.field if status == 400 else None
         message = error.message if param is None else f"{param}: {error.message}"  # without the path of a file
         if isinstance(error, ContextOverflow):  # clients look for OpenAI's code or for its words
-            message = message.replace(", or see overflow='truncate'", "")  # a parameter of Python
+            message = message.replace(SEE_TRUNCATE, "")
             code, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
     if status == 500:
         log.error("a request failed: %s", describe_error(error), exc_info=error)

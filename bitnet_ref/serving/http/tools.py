@@ -331,10 +331,10 @@ def close_objects(schema: Any) -> Any:
     parts, shared = [part for part in _parts_of(schema) if _is_mixed(part)], set[str]()
     for part in parts:  # what is said together with them stays open, and what they refer to
         for each in _parts_of(part):
-            place, found = _find(schema, each.get("$ref"))
-            if found is not None and place not in shared:
+            place, target = _find(schema, each.get("$ref"))
+            if target is not None and place not in shared:
                 shared.add(place)
-                parts.append(found)
+                parts.append(target)
     return _close(schema, "#", shared)
 
 
@@ -356,9 +356,9 @@ def _escape(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _find(schema: Any, target: Any) -> tuple[str, Any]:
+def _find(schema: Any, reference: Any) -> tuple[str, Any]:
     """The place and the part that a reference like "#/$defs/x" means; None: there is none."""
-    place, *names = target.split("/") if isinstance(target, str) else [""]
+    place, *names = reference.split("/") if isinstance(reference, str) else [""]
     for name in names:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list) and name.isdecimal() and int(name[:9]) < len(schema):
