@@ -15,7 +15,7 @@ from ..formats.hf.adapter import CONFIG_FILE, describe_adapter, find_adapter, re
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
-from ..formats.hf.packings import CODES_PER_WORD, affine_width
+from ..formats.hf.packings import CODES_PER_WORD, packed_width
 from ..formats.hf.wrappers import text_part
 from ..formats.names import hf_module, linear_of_hf
 from ..formats.native.model import NativeCheckpoint
@@ -177,7 +177,7 @@ class HfInspector(Inspector):
             return super().weights_of(tensor) * 8  # of 4 bits
         module = tensor.name.removesuffix(".weight")
         if tensor.dtype == "U32" and self.tensors is not None and f"{module}.scales" in self.tensors:
-            width = affine_width(tensor.shape, self.tensors.info(f"{module}.scales").shape, self.group_size)
+            width = packed_width(tensor.shape, self.tensors.info(f"{module}.scales"), self.group_size)
             return math.prod(tensor.shape[:-1]) * width
         if tensor.dtype == "U32" and self.tensors is not None and f"{module}.row_alpha" in self.tensors:
             return super().weights_of(tensor) * CODES_PER_WORD

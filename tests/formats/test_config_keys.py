@@ -230,14 +230,14 @@ def test_keys_of_another_packing(key):
 
 
 def test_mlxs_packing():
-    """mlx-lm writes its key twice, and over a BitNet's own; what it does not call affine is refused by name."""
+    """mlx-lm writes its key twice, and over a BitNet's own; a mode that is not known is refused by name."""
     stated = {"bits": 2, "group_size": 128}
     plain = parse_hf_config(TINY, PATH)
     assert parse_hf_config({**TINY, "quantization": stated, "quantization_config": stated}, PATH) == plain
     bitnet = {**TINY, "model_type": "bitnet", "quantization": stated, "quantization_config": stated}
     assert parse_hf_config(bitnet, PATH).quantization.linear_class == "autobitlinear"
-    assert field_of_error(quantization={**stated, "mode": "mxfp4"}) == "quantization.mode"
-    assert field_of_error(quantization={**stated, "lm_head": {"mode": "nvfp4"}}) == "quantization.lm_head.mode"
+    assert field_of_error(quantization={**stated, "mode": "mxfp6"}) == "quantization.mode"
+    assert field_of_error(quantization={**stated, "lm_head": {"mode": "mxfp6"}}) == "quantization.lm_head.mode"
     assert field_of_error(quantization={"method": "other"}) == "quantization"
 
 
@@ -318,7 +318,7 @@ def test_the_text_part_of_a_vision_model():
         ({"text_config": {**TEXT, "model_type": "llama"}}, "text_config.model_type"),
         ({"text_config": {**TEXT, "is_causal": False}}, "is_causal"),
         ({"is_causal": False}, "is_causal"),
-        ({"quantization": {"bits": 2, "mode": "nvfp4"}}, "quantization.mode"),
+        ({"quantization": {"bits": 2, "mode": "mxfp6"}}, "quantization.mode"),
         ({"text_config": {**TEXT, "quantization": {"method": "x"}}}, "quantization"),
         ({"quantization_config": {"quant_method": "modelopt"}}, "quantization_config.quant_method"),
     ],

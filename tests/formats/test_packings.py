@@ -16,14 +16,17 @@ from bitnet_ref.families.blocks import BlockWeight
 from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.formats.hf.folder import CheckpointTensors
 from bitnet_ref.formats.hf.packings import (
+    FLOAT_MODES,
     GROUPS,
-    affine_width,
     describe_mlx,
+    packed_width,
     read_affine,
     read_awq,
+    read_small_floats,
     read_ternary_rows,
 )
 from bitnet_ref.formats.places import LinearPlace
+from bitnet_ref.formats.safetensors import TensorInfo
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.weights import DenseWeight
 
@@ -138,12 +141,66 @@ def test_parameters_of_stacked_experts():
     assert inspect_model(CASES / "mlx-qwen3_moe-4bit").parameters == linears + norms + 2 * 64 * 64
 
 
+def small_float(code, exponent_bits, fraction_bits):
+    """A number by the description of its format: a sign, then the exponent, then the fraction."""
+    sign = -1.0 if code >> (exponent_bits + fraction_bits) else 1.0
+    exponent, fraction = code >> fraction_bits & ((1 << exponent_bits) - 1), code & ((1 << fraction_bits) - 1)
+    bias = (1 << (exponent_bits - 1)) - 1
+    size = fraction / 2**fraction_bits + (exponent > 0)
+    return sign * size * 2.0 ** (max(exponent, 1) - bias)
+
+
+def write_small_floats(folder, codes, bits, scales):
+    save_file({"x.weight": stream(codes, bits), "x.scales": scales}, folder / "model.safetensors")
+    return CheckpointTensors(folder)
+
+
+@pytest.mark.parametrize("mode", FLOAT_MODES)
+def test_small_floats(tmp_path, mode):
+    """Every code with small and large scales; where e4m3 has NaN, 0x7f and 0xff, there is 1 in its place."""
+    bits, group = FLOAT_MODES[mode]
+    codes = np.tile(np.arange(1 << bits), (8, 256 >> bits)).astype(np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x38
+    draw = rng(1).integers(*((0, 0x7F) if mode == "nvfp4" else (10, 240)), (8, 256 // group)).astype(np.uint8)
+    with write_small_floats(tmp_path, codes, bits, draw) as tensors:
+        weight = read_small_floats(tensors, "x", LinearPlace("x", 8), 256, None)
+        part = read_small_floats(tensors, "x", LinearPlace("x", 8, rows=slice(2, 5)), 256, None)
+        assert packed_width((8, 8 * bits), tensors.info("x.scales"), None) == 256
+    number = np.vectorize(lambda code: small_float(int(code), *((4, 3) if bits == 8 else (2, 1))))
+    unit = np.vectorize(lambda code: small_float(int(code), 4, 3) if mode == "nvfp4" else 2.0 ** (int(code) - 127))
+    expected = number(codes) * np.repeat(unit(draw), group, axis=1)
+    assert weight.stored.dtype.name == "bfloat16"
+    np.testing.assert_array_equal(weight.array.astype(np.float64), expected)
+    np.testing.assert_array_equal(part.array.astype(np.float64), expected[2:5])
+
+
+@pytest.mark.parametrize(("bits", "code", "scale"), [(4, 1, 255), (8, 0x7F, 127), (8, 1, 0), (4, 7, 254)])
+def test_small_floats_that_bfloat16_cannot_hold(tmp_path, bits, code, scale):
+    """NaN as a scale and as a code, a number that is too small, and one that is too large."""
+    codes, scales = np.full((1, 32), code, np.uint8), np.full((1, 1), scale, np.uint8)
+    with (
+        write_small_floats(tmp_path, codes, bits, scales) as tensors,
+        pytest.raises(FormatError, match="not finite, or that bfloat16 cannot hold"),
+    ):
+        read_small_floats(tensors, "x", LinearPlace("x", 1), 32, None)
+
+
+@pytest.mark.parametrize(("words", "columns", "width"), [(4, 1, 64), (5, 1, 32), (0, 1, 32), (4, 0, 32), (8, 1, 64)])
+def test_small_floats_of_no_mode(tmp_path, words, columns, width):
+    tensors = {"x.weight": np.zeros((1, words), np.uint32), "x.scales": np.zeros((1, columns), np.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with CheckpointTensors(tmp_path) as opened, pytest.raises(FormatError, match="expected mxfp4 or mxfp8 or nvfp4"):
+        read_small_floats(opened, "x", LinearPlace("x", 1), width, None)
+
+
 def test_modes_that_are_not_read_are_named():
-    for mode in ("mxfp4", "nvfp4", "mxfp8"):
-        with pytest.raises(ConfigError, match=f"'{mode}' is a mode of MLX that is not read"):
-            describe_mlx({"quantization": {"bits": 4, "group_size": 32, "mode": mode}})
-        with pytest.raises(ConfigError, match=mode):
-            describe_mlx({"quantization": {"bits": 4, "group_size": 32, "lm_head": {"mode": mode}}})
+    with pytest.raises(ConfigError, match="'mxfp6' is a mode of MLX that is not read: expected affine, mxfp4"):
+        describe_mlx({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp6"}})
+    with pytest.raises(ConfigError, match="mxfp6"):
+        describe_mlx({"quantization": {"bits": 4, "group_size": 32, "lm_head": {"mode": "mxfp6"}}})
+    for mode, (bits, group) in FLOAT_MODES.items():
+        words = describe_mlx({"quantization": {"bits": bits, "group_size": group, "mode": mode}})
+        assert f"{mode}, {bits} bits, groups of {group}" in words
     assert describe_mlx({"quantization": {"bits": 4, "group_size": 32, "lm_head": False}}) is not None
     assert describe_mlx({}) is None
     folder = CASES / "mlx-qwen3_moe-4bit"
@@ -165,11 +222,17 @@ def awq(numbers):
 
 def test_the_width_by_the_shapes():
     """Words of 32 bits, and a scale for each group: of the size that is stated, else of the first that fits."""
-    for stated, width in ((64, 256), (128, 512), (32, 128)):  # 4, 2 and 8 bits
-        assert affine_width((8, 32), (8, 4), stated) == width
-    assert affine_width((8, 32), (8, 4), None) == affine_width((8, 32), (8, 4), 100) == 4 * GROUPS[0]
-    assert affine_width((8, 7), (8, 2), None) == 0  # none fits
-    assert affine_width((8, 7), (8, 0), 64) == 0
+
+    def width(words, columns, stated, dtype="F16"):
+        return packed_width((8, words), TensorInfo(dtype, (8, columns), 0, 0), stated)
+
+    for stated, expected in ((64, 256), (128, 512), (32, 128)):  # 4, 2 and 8 bits
+        assert width(32, 4, stated) == expected
+    assert width(32, 4, None) == width(32, 4, 100) == 4 * GROUPS[0]
+    assert width(7, 2, None) == width(7, 0, 64) == 0  # none fits
+    assert [width(words, 4, 64, "U8") for words in (16, 32, 8, 12, 0)] == [128, 128, 64, 0, 0]  # small floats
+    for dtype in ("U8", "F16"):
+        assert packed_width((), TensorInfo(dtype, (), 0, 0), 64) == 0  # a damaged file
 
 
 def test_awq(tmp_path):

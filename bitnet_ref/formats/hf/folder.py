@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,6 +55,7 @@ from .packings import (
     read_affine,
     read_awq,
     read_hadamard_modules,
+    read_small_floats,
     read_ternary_rows,
 )
 from .wrappers import hf_form
@@ -322,10 +324,15 @@ class HfCheckpoint(Checkpoint):
         if f"{module}.qweight" in self.tensors:
             return read_awq(self.tensors, module, place, width, bias)
         if f"{module}.scales" in self.tensors:
-            return read_affine(self.tensors, module, place, width, bias)
+            read = read_small_floats if self._has_small_floats(module) else read_affine
+            return read(self.tensors, module, place, width, bias)
         if f"{module}.row_alpha" in self.tensors:
             return read_ternary_rows(self.tensors, module, place, width, bias)
         return DenseWeight(place.take(self.tensors.take_rows(f"{module}.weight", place, width)), bias)
+
+    def _has_small_floats(self, module: str) -> bool:
+        """Whether a matrix is in one of MLX's modes of small floats."""
+        return f"{module}.scales" in self.tensors and self.tensors.info(f"{module}.scales").dtype == "U8"
 
     def embedding(self) -> LinearWeight:
         return self._dense("embedding", None)
@@ -377,9 +384,10 @@ class HfCheckpoint(Checkpoint):
         return w if split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = f"{self._module(name)}.weight"
-        if any(f"{self._module(name)}.{packed}" in self.tensors for packed in ("scales", "row_alpha")):
-            return np.dtype(np.float32)
+        module = self._module(name)
+        tensor = f"{module}.weight"
+        if any(f"{module}.{packed}" in self.tensors for packed in ("scales", "row_alpha")):
+            return np.dtype(ml_dtypes.bfloat16 if self._has_small_floats(module) else np.float32)
         if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]

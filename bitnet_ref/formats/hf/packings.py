@@ -5,6 +5,8 @@ The codes q of a row are one stream of bits, the lowest first, and w = scale q +
 Codes 0, 1, 2 with bias = -scale are ternary, one bit with 2 bias = -scale is binary: these are packed as planes.
 Only shapes tell the number of bits and the group of a matrix: mixed models have several. The experts of a layer are one
 tensor of three dimensions. Maple's own packing has 2 bits and `.row_alpha` (N,): w = row_alpha (q - 1).
+That is MLX's mode affine. Its modes mxfp4, mxfp8 and nvfp4 have no biases: codes and `.scales`, uint8, are small floats
+(OCP Microscaling: e2m1 or e4m3, times e8m0 for 32 columns; NVIDIA's e2m1 times e4m3 for 16).
 
 AWQ, of a linear: `.qweight` int32 (K, N / 8), `.qzeros` int32 (K / group, N / 8), `.scales` (K / group, N), in which
 eight columns share a word in an order of their own, and w = (q - zero) scale.
@@ -21,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,16 +36,21 @@ from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, LinearWeight
 from ...system.json_file import is_present, read_json_object
 from ..packing import first_invalid_code
+from ..safetensors import TensorInfo
 
 FLOATS = ("F16", "BF16", "F32")
 CODES_PER_WORD = 16  # of 2 bits, in 32
 BITS = (1, 2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
+FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits and group
 HADAMARD_TYPE, HADAMARD_FILE = "prism_hadamard_qwen35", "hadamard.json"
 _CHUNK_VALUES = 1 << 22
 _FOUR_ZEROS, _FOUR_TWOS = np.uint8(0x55), np.uint8(0xAA)
 _AWQ_SHIFTS = 4 * np.array([0, 4, 1, 5, 2, 6, 3, 7], dtype=np.uint32)
 _MAX_JSON_BYTES = 64 << 20
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 
 
 # -- MLX ---------------------------------------------------------------------------------------------------------------
@@ -56,14 +64,15 @@ def describe_mlx(raw: Mapping[str, Any]) -> str | None:
     for name, entry in {"": stated, **stated}.items():
         mode = entry.get("mode", "affine") if isinstance(entry, dict) else "affine"
         field = f"quantization.{name}.mode" if name else "quantization.mode"
-        if mode != "affine":
-            message = f"{describe(mode)} is a mode of MLX that is not read: expected affine"
+        if mode not in ("affine", *FLOAT_MODES):
+            message = f"{describe(mode)} is a mode of MLX that is not read: expected affine, {', '.join(FLOAT_MODES)}"
             raise ConfigError(message, field=field[:200])
         for key in ("global_scale", "quantize_activations"):
             if isinstance(entry, dict) and entry.get(key):
                 raise ConfigError("is an option of MLX that is not done", field=f"quantization.{key}")
     bits, group = describe(stated.get("bits")), describe(stated.get("group_size"))
-    return f"packed by MLX: affine, {bits} bits, groups of {group} where no other size is shown"
+    mode = stated.get("mode", "affine")
+    return f"packed by MLX: {mode}, {bits} bits, groups of {group} where no other size is shown"
 
 
 def drop_mlx_copy(raw: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +116,35 @@ def read_affine(
     return DenseWeight(out, bias)
 
 
+def read_small_floats(
+    tensors: Any, module: str, place: LinearPlace, width: int, bias: NDArray[np.float32] | None
+) -> LinearWeight:
+    """A matrix of small floats, (N, width), in bfloat16, exactly.   tensors, module: as of `read_affine`"""
+    weight, scales = f"{module}.weight", f"{module}.scales"
+    words, columns = ((0, *tensors.info(name).shape)[-1] if name in tensors else 0 for name in (weight, scales))
+    mode = _float_mode(words, columns)
+    bits, group = FLOAT_MODES.get(mode, (1, 1))
+    if columns * group != width:
+        message = f"expected {' or '.join(FLOAT_MODES)} of {width} inputs"
+        raise tensors.fail(scales, f"{message}, got {words} words and {columns} scales in a row")
+    rows = slice(None) if place.rows is None else place.rows
+    data = tensors.take_rows(weight, place, words, ("U32",))[rows].view(np.uint8)
+    units = tensors.take_rows(scales, place, columns, ("U8",))[rows]
+    values = _E4M3[:, None] if bits == 8 else _E2M1[np.arange(256)[:, None] >> np.array([0, 4]) & 15]  # of a byte
+    out = np.empty((len(data), width), dtype=np.uint16)
+    step = max(1, _CHUNK_VALUES // width)
+    for start in range(0, len(data), step):
+        part = slice(start, start + step)
+        by_group = values[data[part]].reshape(*units[part].shape, group)
+        with np.errstate(over="ignore"):
+            exact = (by_group * (_E4M3 if mode == "nvfp4" else _E8M0)[units[part], None]).reshape(-1, width)
+        halves = exact.view(np.uint16)[:, ::2], exact.view(np.uint16)[:, 1::2]  # a bfloat16 is the upper half
+        if halves[0].any() or not np.isfinite(exact).all():
+            raise tensors.fail(scales, "gives numbers that are not finite, or that bfloat16 cannot hold")
+        out[part] = halves[1]
+    return DenseWeight(out.view(ml_dtypes.bfloat16), bias)
+
+
 class AffineMatrix(NamedTuple):
     """A matrix as MLX packs it."""
 
@@ -148,11 +186,20 @@ def read_ternary_rows(
     return _planes(data, alpha, width, bias)
 
 
-def affine_width(words: tuple[int, ...], scales: tuple[int, ...], group_size: Any) -> int:
-    """K of a matrix of MLX, by the shapes of its words and scales; of several that fit, that of the stated group."""
+def packed_width(words: tuple[int, ...], scales: TensorInfo, group_size: Any) -> int:
+    """K of a matrix of MLX, by its words' shape and its scales; of several that fit, that of the stated group."""
+    last, columns = (0, *words)[-1], (0, *scales.shape)[-1]
+    if scales.dtype == "U8":
+        mode = _float_mode(last, columns)
+        return columns * FLOAT_MODES[mode][1] if mode else 0
     groups = [group_size, *GROUPS] if group_size in GROUPS else GROUPS
-    widths = (scales[-1] * group for group in groups)
-    return next((width for width in widths if width and words[-1] * 32 / width in BITS), 0)
+    widths = (columns * group for group in groups)
+    return next((width for width in widths if width and last * 32 / width in BITS), 0)
+
+
+def _float_mode(words: int, columns: int) -> str:
+    """The mode of small floats in which a row has that many words and scales; "" for none."""
+    return next((mode for mode, (bits, group) in FLOAT_MODES.items() if 0 < words * 32 == columns * group * bits), "")
 
 
 def _planes(data: NDArray[np.uint8], scales: Floats, width: int, bias: NDArray[np.float32] | None) -> LinearWeight:
