@@ -835,6 +835,9 @@ def test_llama_3s_divisors_of_every_length(tmp_path):
     for exponent in (10, 13, 20):
         given = StretchedRope(1e7, "llama3", 8.0, 2**exponent, low_freq_factor=1.0, high_freq_factor=4.0)
         assert rope(llama3_divisors(given, 2 * half)) == given
+    tensors = {"rope_freqs.weight": f32(*llama3_divisors(given, 2 * half))}
+    with pytest.raises(ConfigError, match=r"rope.scaling.factor: expected 1 beside rope_freqs.weight, .* got 2"):
+        keys_with(tmp_path, source, "llama", tensors=tensors, rope__scaling__factor=("float32", 2.0))  # divided twice
     beyond = StretchedRope(1e7, "llama3", 8.0, 2**21, low_freq_factor=1.0, high_freq_factor=4.0)
     wrong = [llama3_divisors(beyond, 2 * half), [np.inf] * half, [0.5] * half, [2e9] * half]
     wrong += [llama3_divisors(given, 2 * half) * 1.001]

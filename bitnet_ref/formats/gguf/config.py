@@ -264,6 +264,10 @@ def _rope(keys: _Keys, context: int, head_dim: int) -> RopeConfig:
         )
         raise keys.fail(f"{keys.arch}.rope.scaling.attn_factor", message)
     if is_llama3:
+        factor = keys.number("rope.scaling.factor", keys.get("rope.scale_linear", 1.0))
+        if kind != "none" and factor not in (0, 1):
+            message = f"expected 1 beside {ROPE_FREQS}, which divides the frequencies already, got {factor:g}"
+            raise keys.fail(f"{keys.arch}.rope.scaling.factor", message)
         return _llama3_rope(keys, theta, head_dim)
     if kind == "none":
         return RopeConfig(theta=theta)
