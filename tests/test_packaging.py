@@ -22,6 +22,14 @@ def test_conda_requires_what_pip_does():
     assert [line.removeprefix("- ").replace(" ", "") for line in map(str.strip, run.splitlines())] == needed
 
 
+def test_a_package_has_the_same_minimum_everywhere():
+    """.ci/run takes those of `dev` when it tests the oldest versions."""
+    minimums = {}
+    for line in (*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])):
+        name, _, minimum = line.partition(";")[0].partition(">=")
+        assert minimums.setdefault(name, minimum) == minimum, name
+
+
 def test_every_requirement_is_imported():
     """By the package itself, not only by a recorder, which runs beside another engine."""
     sources = (path for path in (ROOT / "bitnet_ref").rglob("*.py") if "recorders" not in path.parts)

@@ -310,7 +310,7 @@ def inverted_scale(path):
     data = bytearray(file.read_bytes())
     at = slice(place.offset, place.offset + place.nbytes)
     scale = np.frombuffer(bytes(data[at]), DTYPES[place.dtype])
-    data[at] = (1 / scale).tobytes()
+    data[at] = (1 / scale).astype(scale.dtype).tobytes()
     file.write_bytes(data)
 
 
