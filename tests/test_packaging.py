@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_conda_requires_what_pip_does():
 def test_a_package_has_the_same_minimum_everywhere():
     """.ci/run takes those of `dev` when it tests the oldest versions."""
     minimums = {}
-    for line in (*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])):
+    for line in chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()):
         name, _, minimum = line.partition(";")[0].partition(">=")
         assert minimums.setdefault(name, minimum) == minimum, name
 
