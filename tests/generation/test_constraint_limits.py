@@ -29,18 +29,19 @@ import bitnet_ref
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.generation.constraints import Constraint
 model = bitnet_ref.load("storyteller", backend="numpy")
-def follow(guide, value):
-    try:
-        constraint = Constraint(guide, value, model.vocabulary, 0).copy()
-        ids = np.zeros(0, np.int64)
-        for _ in range(2):
-            ids = np.append(ids, np.argmax(constraint(ids, np.zeros(model.config.vocab_size, np.float32))))
-        print(json.dumps("follows"), flush=True)
-    except GenerationError as error:
-        print(json.dumps(str(error)), flush=True)
+def follow(constraint):
+    ids = np.zeros(0, np.int64)
+    for _ in range(2):
+        ids = np.append(ids, np.argmax(constraint(ids, np.zeros(model.config.vocab_size, np.float32))))
+    print(json.dumps("follows"), flush=True)
 threading.stack_size(1 << 18)
 for guide, value in json.load(sys.stdin):
-    thread = threading.Thread(target=follow, args=(guide, value))
+    try:
+        constraint = Constraint(guide, value, model.vocabulary, 0).copy()
+    except GenerationError as error:
+        print(json.dumps(str(error)), flush=True)
+        continue
+    thread = threading.Thread(target=follow, args=(constraint,))
     thread.start()
     thread.join()
 """
