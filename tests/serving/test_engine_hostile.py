@@ -40,7 +40,18 @@ class SmallInt(int):
     __ge__ = __lt__ = __gt__ = __le__
 
 
-NO_NUMBERS = [True, np.bool_(False), "1", None, 1j, [1], np.array(1), Decimal(1), Fraction(1, 2), np.timedelta64(1, "s")]
+NO_NUMBERS = [
+    True,
+    np.bool_(False),
+    "1",
+    None,
+    1j,
+    [1],
+    np.array(1),
+    Decimal(1),
+    Fraction(1, 2),
+    np.timedelta64(1, "s"),
+]
 FAR_OFF = [10**400, -(10**400), 10**5000, float("nan"), float("inf"), np.longdouble("1e4000"), SmallInt(10**30)]
 
 
