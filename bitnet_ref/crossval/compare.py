@@ -100,6 +100,7 @@ class Comparison:
     missing_between: list[str] = field(default_factory=list)
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
     unknown: dict[str, str | None] = field(default_factory=dict)
+    contradictions: list[str] = field(default_factory=list)  # sentences about names of one tensor with two values
 
     @property
     def first_divergence(self) -> OpResult | None:
@@ -161,7 +162,7 @@ class Comparison:
 
     @property
     def gaps(self) -> list[str]:
-        """One sentence each for unknown names, and for tensors that the candidate has not recorded."""
+        """One sentence each for unknown names, for tensors that the candidate has not recorded, for contradictions."""
         last = f" (the layers are blocks.0 to blocks.{self.layers - 1})"
         names = []
         for name, near in self.unknown.items():
@@ -169,7 +170,7 @@ class Comparison:
             names.append(printable(name[:_NAME_LENGTH], keep="") + advice)
         unknown = f"{count_tensors(self.unknown)} not compared, with a name that no run has: {listed(names)}"
         missing = f"{count_tensors(self.missing)} not recorded: {listed(self.missing)}"
-        return [unknown] * bool(names) + [missing] * bool(self.missing)
+        return [unknown] * bool(names) + [missing] * bool(self.missing) + self.contradictions
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values (infinities and NaN as strings)."""
@@ -224,6 +225,7 @@ def compare(
     expected = [name for name in order if name in reference and name not in recorded]
     near = {name: nearest_name(name, expected) for name in unknown[:_MAX_NEAREST]}
     comparison.unknown = {name: near.get(name) for name in unknown}
+    comparison.contradictions = candidate.contradictions()
     with np.errstate(all="ignore"):  # values that are not finite are named below
         for name in order:
             walk.step(name)
@@ -427,12 +429,24 @@ class View(Mapping[str, Array]):
     others: Sequence[Tokens]  # the tokens of the other sequences of the trace
 
     def __init__(self, candidate: Tensors, only: Container[str] | None = None) -> None:
-        names = {SYNONYMS.get(name, name): name for name in candidate}
+        last = sorted(candidate, key="logits".__eq__)  # of several synonyms this one counts: what the engine returns
+        names = {SYNONYMS.get(name, name): name for name in last}
         self.candidate = candidate
         self.names = {name: actual for name, actual in names.items() if only is None or name in only}
         for attribute in ("token_ids", "prompt", "own_engine", "engine_dtype", "calls", "others"):
             if hasattr(candidate, attribute):
                 setattr(self, attribute, getattr(candidate, attribute))
+
+    def contradictions(self) -> list[str]:
+        """One sentence for each tensor that has a synonym with other values, and does not count."""
+        used = {name: self.names.get(SYNONYMS.get(name, name), name) for name in self.candidate}
+        others = [name for name in used if used[name] != name]
+        differ = [
+            name
+            for name in others
+            if not np.array_equal(self.candidate[name], self.candidate[used[name]], equal_nan=True)
+        ]
+        return [f"{name} not compared: {used[name]}, a name of the same tensor, has other values" for name in differ]
 
     def tensor(self, name: str) -> Rows:
         return tensor_of(self.candidate, self.names[name])

@@ -4,7 +4,7 @@
 
     format        "bitnet_ref.trace"                version       "1"
     token_ids     "[1, 17, 5]", the tokens of the run, BOS included if the engine saw it
-    engine        the program that computed it      engine_dtype  "float32", "bfloat16" or "float16"
+    engine        the program that computed it      engine_dtype  "float32", "float64", "bfloat16" or "float16"
     calls         "[16, 1, 1]", how many tokens each call of the engine computed; of several sequences a list for each
     sequences     "[10, 8]", how many tokens each sequence has, where the run has several, laid end to end
     prompt, config_hash, weight_hash                each optional, as are calls and sequences
@@ -213,6 +213,8 @@ class Trace(SafetensorsFile, Mapping[str, Array]):
             raise self._bad("token_ids", "expected a JSON list of the run's token ids, each 0 to 2^31 - 1")
         self.token_ids: list[int] = ids
         self.engine_dtype = self.metadata.get("engine_dtype", "float32")
+        if self.engine_dtype == "float64":
+            self.engine_dtype = "float32"  # its differences from the reference are the reference's own roundings
         if self.engine_dtype not in ENGINE_DTYPES:
             raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
         self.engine = printable(self.metadata.get("engine", "unknown engine"), keep="")

@@ -257,6 +257,21 @@ def test_nothing_in_common_is_no_agreement(story):
         assert list(found.unknown) == list(candidate)
 
 
+def test_two_names_of_one_tensor(story):
+    """What the engine returns counts; that the other name has other values is said."""
+    m, tokens, seen = story
+    right, wrong = seen[LOGITS], seen[LOGITS] + 1
+    assert (
+        compare(seen, {"logits": right, LOGITS: right}, m.config, tokens).gaps
+        == compare(seen, {"logits": right}, m.config, tokens).gaps
+    )
+    for candidate in ({"logits": right, LOGITS: wrong}, {LOGITS: wrong, "logits": right}):
+        found = compare(seen, candidate, m.config, tokens)
+        assert found.agrees
+        assert found.gaps[-1] == f"{LOGITS} not compared: logits, a name of the same tensor, has other values"
+        assert not compare(seen, {"logits": wrong, LOGITS: right}, m.config, tokens).agrees
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", sorted(TABLE))
 def test_a_change_of_a_thousandth_in_any_kind_is_seen(story, kind):

@@ -18,9 +18,11 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.names import LOGITS
 from bitnet_ref.crossval.trace import (
     Trace,
     TraceWriter,
@@ -65,6 +67,19 @@ def test_a_recorded_file_is_the_run(tmp_path, backend_name):
     with safe_open(path, framework="np") as theirs:  # the format's own reader
         assert set(theirs.keys()) == set(seen)
         np.testing.assert_array_equal(theirs.get_tensor(name), seen[name])
+
+
+def test_an_engine_in_float64(tmp_path):
+    """Its tensors are stored as they are, and judged as float32."""
+    tensors = bitnet_ref.load(CASE, backend="numpy", dtype="float64").run_with_cache(TOKENS)[1]
+    metadata = trace_metadata(TOKENS, engine="x", engine_dtype="float64")
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, tmp_path / "x", metadata)
+    right = model(CASE).run_with_cache(TOKENS)[1]
+    with Trace(tmp_path / "x") as trace:
+        assert trace[LOGITS].dtype == np.float64
+        assert compare(right, trace, model(CASE).config, TOKENS).agrees
+        wrong = {name: trace[name] for name in trace} | {LOGITS: trace[LOGITS] * 1.001}
+        assert not compare(right, wrong, model(CASE).config, TOKENS, own_engine=False).agrees
 
 
 def test_names_choose(tmp_path):
