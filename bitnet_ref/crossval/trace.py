@@ -41,6 +41,7 @@ ENGINE_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ENTRY_BYTES = 300  # reserved in the header for each tensor, besides its name
 _COPY_BYTES = 1 << 20
+_ENGINE_LENGTH = 100  # characters that are shown of an engine's name
 _REMEDY = "crossval/README.md shows the metadata of a trace, with examples in Python and C"
 
 
@@ -217,7 +218,7 @@ class Trace(SafetensorsFile, Mapping[str, Array]):
             self.engine_dtype = "float32"  # its differences from the reference are the reference's own roundings
         if self.engine_dtype not in ENGINE_DTYPES:
             raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
-        self.engine = printable(self.metadata.get("engine", "unknown engine"), keep="")
+        self.engine = printable(self.metadata.get("engine", "unknown engine")[:_ENGINE_LENGTH], keep="")
         self.prompt = self.metadata.get("prompt")
         try:
             self.sequences, self.sequence_calls = read_calls(self.metadata, len(ids))

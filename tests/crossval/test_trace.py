@@ -90,6 +90,13 @@ def test_names_choose(tmp_path):
         assert not trace.carries_inputs
 
 
+def test_a_long_name_of_an_engine_is_cut(tmp_path):
+    path = tmp_path / "run.safetensors"
+    write_trace(path, {"x": np.zeros(1, np.float32)}, [1], engine="name" * 1000)
+    with Trace(path) as trace:
+        assert trace.engine == "name" * 25
+
+
 def test_space_for_the_header_is_reserved(tmp_path):
     path = tmp_path / "many.safetensors"
     arrays = {f"tensor \N{SNOWMAN} {i}": np.full((1,) * (i % 8) + (i,), i, dtype=np.float32) for i in range(50)}
