@@ -881,3 +881,14 @@ def test_end_tokens_that_the_config_alone_names_take_the_free_keys():
         metadata = gguf_tokenizer(checkpoint)
     ids = [metadata[f"tokenizer.ggml.{name}_token_id"].value for name in ("eos", "eot", "eom")]
     assert ids == [*named, 7, 9]
+
+
+def test_a_base_model_keeps_its_one_end_token(tmp_path):
+    """As Qwen's have it: their vocabulary has the chat models' <|im_end|>, which without an eot would end texts."""
+    folder = write_checkpoint(tmp_path / "m", TINY | {"vocab_size": 4100, "eos_token_id": 2})
+    shutil.copy(ASSETS / "storyteller" / "tokenizer.model", folder)
+    added = {"4096": {"content": "<|im_start|>", "special": True}, "4097": {"content": "<|im_end|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, "legacy": False}))
+    assert convert(folder, tmp_path / "m.gguf", "gguf-f16", compute=False).problems == []
+    with GgufFile(tmp_path / "m.gguf") as file:
+        assert [file.metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")] == [2, 2]

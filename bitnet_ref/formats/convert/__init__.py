@@ -24,7 +24,7 @@ from ...reference.config import ModelConfig
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
 from ..checkpoint import Checkpoint, LoadOptions, Progress, files_of_texts, merge_adapter
-from ..gguf.config import architecture, ignored_by_llama_cpp
+from ..gguf.config import END_OF_TURN, architecture, ignored_by_llama_cpp
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
 from ..hf.adapter import NO_ADAPTER, find_adapter
@@ -114,6 +114,10 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Mapping[str, Typed] | None:
     free = [key for key in keys if key not in metadata]
     for key, token in zip(free, [t for t in checkpoint.config.eos_token_ids if t not in named], strict=False):
         metadata[key] = token
+    stops = [metadata[key] for key in keys if key in metadata]
+    turns = {number for number, text in enumerate(metadata["tokenizer.ggml.tokens"]) if text in END_OF_TURN}
+    if stops and keys[1] not in metadata and not turns.issubset(stops):
+        metadata[keys[1]] = stops[0]  # of a base model: without this key a reader takes those tokens for ends of text
     return {key: _typed(value) for key, value in metadata.items()}
 
 

@@ -50,7 +50,7 @@ LINEAR_NORM_EPS = 1e-6  # of these norms
 LINEAR_NORM = "blk.0.attn_q_norm_in.weight"  # there if each linear has a norm of its own before it
 _MIN_TENSORS_PER_LAYER = 9  # two norms, seven linears
 # Texts that mark the end of a turn; llama.cpp looks for the same
-_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<EOT>")
+END_OF_TURN = frozenset(("<|eot_id|>", "<|im_end|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<EOT>"))
 
 
 class _Keys:
@@ -235,7 +235,7 @@ def _eos_ids(file: GgufFile) -> tuple[int, ...]:
     ids = [_token_id(file, name) for name in ("eos", "eot", "eom")]
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     if ids[1] is None:
-        ids += [index for index, text in enumerate(tokens) if text in _END_OF_TURN]
+        ids += [index for index, text in enumerate(tokens) if text in END_OF_TURN]
     return tuple(dict.fromkeys(value for value in ids if value is not None))
 
 
