@@ -350,12 +350,15 @@ def test_pooling(tmp_path):
         bitnet_ref.load(tmp_path / "mean", backend="numpy")
 
 
-def test_what_ends_an_embedded_text():
-    """Qwen3's models read their own end of text; the mean, as sentence-transformers takes it, has no such token."""
+def test_what_ends_an_embedded_text(tmp_path):
+    """Qwen3's models read their own end of text; the mean, as sentence-transformers takes it, has no such token, and
+    beside that library's modules.json the tokenizer alone says how a text ends."""
     words = SimpleNamespace(encode=lambda text: [5, 6], token_to_id={"<|endoftext|>": 3}.get)
-    for pooling, expected in (("last", [5, 6, 3]), ("mean", [5, 6])):
+    (tmp_path / "modules.json").write_text("[]")
+    cases = [("last", None, [5, 6, 3]), ("mean", None, [5, 6]), ("last", tmp_path, [5, 6])]
+    for pooling, path, expected in cases:
         config = families.FAMILIES["qwen3"].example(pooling=pooling)
-        m = SimpleNamespace(path=None, config=config, tokenizer=words, check_tokens=lambda ids, any_length: ids)
+        m = SimpleNamespace(path=path, config=config, tokenizer=words, check_tokens=lambda ids, any_length: ids)
         assert token_rows(m, ["a cat"], any_length=True) == [expected]
 
 

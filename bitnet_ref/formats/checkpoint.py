@@ -50,9 +50,10 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "chat_template.jinja", TOOL_TEMPLATE),
 )
+MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
-EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json", PROMPTS_FILE, LENGTH_FILE)  # of sentence-transformers
+EMBEDDING_FILES = (MODULES_FILE, "1_Pooling/config.json", PROMPTS_FILE, LENGTH_FILE)  # of sentence-transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,13 +249,15 @@ def read_tokenizer_folder(folder: Path) -> dict[str, bytes]:
 
 
 def files_of_texts(model: Path) -> list[str]:
-    """Those beside a model, a folder or a file, that `embed` reads: the prompts of its texts, and their length."""
-    return [name for name in (PROMPTS_FILE, LENGTH_FILE) if is_present(folder_of(model) / name)]
+    """Those beside a model, a folder or a file, that `embed` reads: the prompts of its texts, their length, and whether
+    its tokenizer alone says how they end."""
+    return [name for name in (MODULES_FILE, PROMPTS_FILE, LENGTH_FILE) if is_present(folder_of(model) / name)]
 
 
 def write_tokenizer_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the tokenizer's files, and the `files_of_texts` of the checkpoint, into a folder."""
-    source, names = folder_of(checkpoint.path), files_of_texts(checkpoint.path)
+    """Write the tokenizer's files, and those of sentence-transformers beside the checkpoint, into a folder."""
+    source = folder_of(checkpoint.path)
+    names = [name for name in EMBEDDING_FILES if is_present(source / name)]
     beside = {name: read_bounded(source / name, FormatError, MAX_TOKENIZER_BYTES, source) for name in names}
     for name, data in (checkpoint.tokenizer_files() | beside).items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, ContextOverflow, GenerationError, describe, errors_at, require_int
 from ..families import family_of
-from ..formats.checkpoint import LENGTH_FILE, PROMPTS_FILE
+from ..formats.checkpoint import LENGTH_FILE, MAX_TOKENIZER_BYTES, MODULES_FILE, PROMPTS_FILE
 from ..reference.cache import TokenBatch
 from ..reference.layers import Floats
 from ..system.json_file import is_present, read_json_object
@@ -21,7 +21,8 @@ from ..system.sharing import folder_of
 from .generate import Prompt, Prompts, split_prompts
 
 PRECISIONS = ("int8", "uint8", "binary", "ubinary")  # sentence-transformers' names
-MAX_PROMPTS_BYTES = 1 << 20
+LENGTH_KEY = "max_seq_length"
+TOKENIZER_FILE, TOKENIZER_KEY = "tokenizer_config.json", "model_max_length"
 Bytes = NDArray[np.int8] | NDArray[np.uint8]  # int8 or uint8, or eight signs in each
 
 
@@ -33,7 +34,7 @@ def embed(
     They have length 1, unless the model's modules.json has no Normalize.
     prompt: put before each text, like "Instruct: find the answer\\nQuery: "; None: the model's `default_prompt`. Token
         ids are taken as they are; a text gets the tokenizer's special tokens, and for a Qwen model that pools the last
-        token the end of text.
+        token, unless modules.json is beside it, the end of text.
     dimensions: the first so many numbers, scaled like whole vectors: for models trained so that these say the most
         (Matryoshka), like Qwen3's. None: the model's `default_dimensions`.
     Raises TokenizerError, GenerationError, and what `run` raises.
@@ -60,20 +61,24 @@ def token_rows(
     than `longest_text` too."""
     if prompt is None and any(isinstance(part, str) for part in parts):
         prompt = default_prompt(model.path)  # one look at its file, however many texts
+    last = family_of(model.config).end_of_embedded if model.config.pooling == "last" else None
+    if last is not None and is_of_sentence_transformers(model.path):  # which takes the tokenizer's tokens alone
+        last = None
 
     def ids_of(part: Prompt) -> object:
         if not isinstance(part, str):
             return part
         ids = model.tokenizer.encode(f"{prompt}{part}")
-        last = family_of(model.config).end_of_embedded if model.config.pooling == "last" else None
         end = None if last is None else model.tokenizer.token_to_id(last)
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     rows = [model.check_tokens(ids_of(part), any_length=any_length) for part in parts]
     longest = max(map(len, rows), default=0)
     if not any_length and longest > (limit := longest_text(model)):
-        message = f"{longest} tokens are more than {limit}, the max_seq_length of its {LENGTH_FILE}; shorten them"
-        raise ContextOverflow(message)
+        says = f"{LENGTH_KEY} of its {LENGTH_FILE}"
+        if _read_count(model.path, LENGTH_FILE, LENGTH_KEY) is None:
+            says = f"{TOKENIZER_KEY} of its {TOKENIZER_FILE}"
+        raise ContextOverflow(f"{longest} tokens are more than {limit}, the {says}; shorten them")
     return rows
 
 
@@ -103,9 +108,19 @@ def default_dimensions(path: Path | None) -> int | None:
 
 
 def longest_text(model: LoadedModel) -> int:
-    """Tokens of the longest text that `embed` takes: the context, or the model's max_seq_length. Raises ConfigError."""
-    limit = _read_count(model.path, LENGTH_FILE, "max_seq_length")
+    """Tokens of the longest text that `embed` takes: the context, or the model's max_seq_length, which since version 6
+    sentence-transformers keeps as the tokenizer's model_max_length. Raises ConfigError."""
+    limit = _read_count(model.path, LENGTH_FILE, LENGTH_KEY)
+    if limit is None and is_of_sentence_transformers(model.path):
+        stated = _read_beside(model.path, TOKENIZER_FILE)[1].get(TOKENIZER_KEY)
+        if isinstance(stated, int) and 1 <= stated < model.context_length:  # 10**30 and 1e30 mean none
+            limit = stated
     return model.context_length if limit is None else min(limit, model.context_length)
+
+
+def is_of_sentence_transformers(path: Path | None) -> bool:
+    """Whether that library's list of modules is beside a model."""
+    return path is not None and is_present(folder_of(path) / MODULES_FILE)
 
 
 def _read_prompts(path: Path | None) -> tuple[dict[str, str], str | None]:
@@ -130,7 +145,7 @@ def _read_beside(path: Path | None, name: str) -> tuple[Path, dict[str, Any]]:
     """The file of that name beside a model, and its object; {} without one."""
     if path is None or not is_present(file := folder_of(path) / name):
         return Path(name), {}
-    return file, read_json_object(file, ConfigError, MAX_PROMPTS_BYTES, folder_of(path))
+    return file, read_json_object(file, ConfigError, MAX_TOKENIZER_BYTES, folder_of(path))
 
 
 def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: Floats | None = None) -> Bytes:

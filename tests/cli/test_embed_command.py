@@ -141,6 +141,16 @@ def test_the_length_of_vectors_and_of_texts(tmp_path):
         with pytest.raises(ConfigError, match=rf"{name}.json, {key}: expected an int from 1"):
             m.embed("Alice")
         (folder / f"{name}.json").write_text("{}")
+    settings = folder / "tokenizer_config.json"
+    for limit, expected in ((4, 4), (10**30, 256)):  # where version 6 of sentence-transformers keeps it
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": limit}))
+        assert longest_text(m) == 256
+        (folder / "modules.json").write_text("[]")
+        assert longest_text(m) == expected
+        if limit == 4:
+            with pytest.raises(ContextOverflow, match=r"more than 4, the model_max_length of its tokenizer_config"):
+                m.embed([7, 8, 9, 7, 9])
+        (folder / "modules.json").unlink()
     (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
     with pytest.raises(ConfigError, match="do_lower_case: true, which makes all letters small, is not done"):
         bitnet_ref.load(folder, backend="numpy")
@@ -172,7 +182,7 @@ def test_modules_that_are_not_done(tmp_path):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             convert(folder, path, target)
-        assert ["copy that file beside it" in str(each.message) for each in seen] == [True] * (target == "native")
+        assert ["copy that file beside it" in str(each.message) for each in seen] == [True] * 2 * (target == "native")
         np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").embed([5, 6, 7]), vector)
     assert default_prompt(tmp_path / "hf-bf16") == "Q: "
     with pytest.raises(ConfigError, match="GGUF cannot say"):

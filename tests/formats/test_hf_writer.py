@@ -176,7 +176,10 @@ def test_the_tokenizer_travels(tmp_path):
 @pytest.mark.parametrize("target", ["hf-packed", "onnx"])
 def test_the_prompts_of_its_texts_travel(target, tmp_path):
     source = write_checkpoint(tmp_path / "source", BITNET)
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]
     files = {"config_sentence_transformers.json": b'{"prompts": {}}', "sentence_bert_config.json": b"{}"}
+    files |= {"modules.json": json.dumps(modules).encode(), "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
+    (source / "1_Pooling").mkdir()
     for name, data in files.items():
         (source / name).write_bytes(data)
     convert(source, tmp_path / "out", target, verify=False)

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...backends.loaded import LoadedModel
+from ...generation.embed import is_of_sentence_transformers
 from ...generation.score import score_groups
-from ...system.sharing import folder_of
 from . import schemas
 from .fields import ignored
 from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object
@@ -110,8 +110,7 @@ async def score_all(
 
 def is_embedding_model(model: LoadedModel) -> bool:
     """Whether it was made for vectors: it takes the mean, or has sentence-transformers' files beside it."""
-    is_beside = model.path is not None and (folder_of(model.path) / "modules.json").is_file()
-    return model.config.pooling == "mean" or is_beside
+    return model.config.pooling == "mean" or is_of_sentence_transformers(model.path)
 
 
 def judge_pairs(model: LoadedModel, instruction: str, pairs: list[tuple[str, str]]) -> tuple[list[float], int]:
