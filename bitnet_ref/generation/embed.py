@@ -153,6 +153,7 @@ def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: Fl
 
     "int8", "uint8": (B, D), 255 steps from the least to the largest value of each dimension. ranges (2, D): these
         values, of a sample; None: of the vectors, of which there must be several. What lies beyond is the last step.
+        int8 is uint8 - 128, as in version 5.7 and later.
     "binary", "ubinary": (B, D/8) int8 or uint8, eight signs a byte, the first the highest bit; int8 is uint8 - 128.
     Raises GenerationError.
     """
@@ -172,9 +173,9 @@ def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: Fl
     if bounds.shape != (2, vectors.shape[1]) or bounds.dtype.kind not in "iuf" or not np.isfinite(bounds).all():
         message = f"expected finite numbers (2, {vectors.shape[1]}), got {describe(ranges)}"
         raise GenerationError(message, field="ranges")
-    low, high = bounds
+    low, high = bounds.astype(np.float32)
     step = np.where(high > low, (high - low) / 255, 1)
-    levels: NDArray[np.float64] = np.clip((vectors - low) / step, 0, 255)
+    levels: Floats = np.clip(np.floor((vectors - low) / step), 0, 255)
     return levels.astype(np.uint8) if precision == "uint8" else (levels - 128).astype(np.int8)
 
 

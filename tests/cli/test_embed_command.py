@@ -198,12 +198,14 @@ def test_modules_that_are_not_done(tmp_path):
 
 
 def test_quantised_vectors():
-    """sentence-transformers: int8 (x - low) / step - 128, step (high - low) / 255; binary packbits(x > 0) - 128."""
+    """sentence-transformers: int8 floor((x - low) / step) - 128, step (high - low) / 255; binary packbits(x > 0) - 128.
+    Before 5.7 its int8 was cut towards zero, so that 0 stood for two steps."""
     x = np.random.default_rng(3).standard_normal((20, 16)).astype(np.float32)
     low, high = x.min(axis=0), x.max(axis=0)
     levels = (x - low) / ((high - low) / 255)
-    np.testing.assert_array_equal(quantize_embeddings(x, "int8"), np.clip(levels - 128, -128, 127).astype(np.int8))
-    np.testing.assert_array_equal(quantize_embeddings(x, "uint8"), np.clip(levels, 0, 255).astype(np.uint8))
+    uint8 = np.clip(np.floor(levels), 0, 255).astype(np.uint8)
+    np.testing.assert_array_equal(quantize_embeddings(x, "uint8"), uint8)
+    np.testing.assert_array_equal(quantize_embeddings(x, "int8"), (uint8.astype(int) - 128).astype(np.int8))
     bits = np.packbits(x > 0).reshape(20, 2)
     np.testing.assert_array_equal(quantize_embeddings(x, "ubinary"), bits)
     np.testing.assert_array_equal(quantize_embeddings(x, "binary"), (bits - 128).astype(np.int8))
