@@ -18,6 +18,8 @@ from bitnet_ref.formats.hf.folder import CheckpointTensors
 from bitnet_ref.formats.hf.packings import (
     FLOAT_MODES,
     GROUPS,
+    affine_width,
+    check_awq,
     describe_mlx,
     packed_width,
     read_affine,
@@ -245,6 +247,15 @@ def test_awq(tmp_path):
     assert weight.array.dtype == np.float32
     expected = (q - np.repeat(z, 128, axis=0)) * np.repeat(scales.astype(np.float32), 128, axis=0)
     np.testing.assert_array_equal(weight.array, expected.T.astype(np.float32))
+
+
+def test_which_awq_is_read():
+    """ "GEMM" as in AutoAWQ's examples; GPTQModel calls the version format."""
+    for read in ({}, {"version": "GEMM"}, {"version": None, "format": "gemm", "bits": 4}):
+        check_awq(read)
+    for key, value in {"version": "gemv", "format": "gemv_fast", "bits": 8, "zero_point": False}.items():
+        with pytest.raises(ConfigError, match=rf"^quantization_config.{key}: AWQ with {value!r} is not read"):
+            check_awq({key: value})
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

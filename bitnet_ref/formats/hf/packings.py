@@ -334,9 +334,11 @@ def _basis(tensors: Any, name: str, block: Any, keys: Mapping[str, Any]) -> Rota
 
 def check_awq(stated: Mapping[str, Any]) -> None:
     """ConfigError for a quantization_config of AWQ that is not read."""
-    for key, values in {"bits": (4,), "version": ("gemm",), "zero_point": (True,)}.items():
-        if stated.get(key, values[0]) not in values:
-            message = f"AWQ with {describe(stated[key])} is not read: expected {values[0]!r}"
+    for key, expected in {"bits": 4, "version": "gemm", "format": "gemm", "zero_point": True}.items():
+        value = stated.get(key)
+        same = value.lower() == expected if isinstance(value, str) else value in (None, expected)
+        if not same:  # AutoAWQ's own examples say "GEMM"
+            message = f"AWQ with {describe(value)} is not read: expected {expected!r}"
             raise ConfigError(message, field=f"quantization_config.{key}")
 
 
