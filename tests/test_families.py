@@ -37,7 +37,7 @@ from bitnet_ref.formats.hf.writer import hf_config_json
 from bitnet_ref.formats.names import hf_modules
 from bitnet_ref.formats.native.model import VERSION
 from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.generation.embed import token_rows
+from bitnet_ref.generation.embed import token_rows, tokens_after
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
@@ -353,13 +353,14 @@ def test_pooling(tmp_path):
 def test_what_ends_an_embedded_text(tmp_path):
     """Qwen3's models read their own end of text; the mean, as sentence-transformers takes it, has no such token, and
     beside that library's modules.json the tokenizer alone says how a text ends."""
-    words = SimpleNamespace(encode=lambda text: [5, 6], token_to_id={"<|endoftext|>": 3}.get)
+    words = SimpleNamespace(encode=lambda text: [5, 6], suffix=(), token_to_id={"<|endoftext|>": 3}.get)
     (tmp_path / "modules.json").write_text("[]")
     cases = [("last", None, [5, 6, 3]), ("mean", None, [5, 6]), ("last", tmp_path, [5, 6])]
     for pooling, path, expected in cases:
         config = families.FAMILIES["qwen3"].example(pooling=pooling)
         m = SimpleNamespace(path=path, config=config, tokenizer=words, check_tokens=lambda ids, any_length: ids)
         assert token_rows(m, ["a cat"], any_length=True) == [expected]
+        assert tokens_after(m) == len(expected) - 2
 
 
 def test_embedding_a_text(monkeypatch):

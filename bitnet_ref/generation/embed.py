@@ -59,17 +59,15 @@ def token_rows(
 ) -> list[NDArray[np.int64]]:
     """The ids of each text as an embedding model takes it; ids as they are. prompt: as of `embed`. any_length: more
     than `longest_text` too."""
-    if prompt is None and any(isinstance(part, str) for part in parts):
-        prompt = default_prompt(model.path)  # one look at its file, however many texts
-    last = family_of(model.config).end_of_embedded if model.config.pooling == "last" else None
-    if last is not None and is_of_sentence_transformers(model.path):  # which takes the tokenizer's tokens alone
-        last = None
+    end: int | None = None
+    if any(isinstance(part, str) for part in parts):  # one look at the model's files, however many texts
+        prompt = default_prompt(model.path) if prompt is None else prompt
+        end = _end_of_text(model)
 
     def ids_of(part: Prompt) -> object:
         if not isinstance(part, str):
             return part
         ids = model.tokenizer.encode(f"{prompt}{part}")
-        end = None if last is None else model.tokenizer.token_to_id(last)
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     rows = [model.check_tokens(ids_of(part), any_length=any_length) for part in parts]
@@ -80,6 +78,21 @@ def token_rows(
             says = f"{TOKENIZER_KEY} of its {TOKENIZER_FILE}"
         raise ContextOverflow(f"{longest} tokens are more than {limit}, the {says}; shorten them")
     return rows
+
+
+def _end_of_text(model: LoadedModel) -> int | None:
+    """The token that a family's embedding models read at the end, beside sentence-transformers' files none: that
+    library takes the tokenizer's tokens alone."""
+    last = family_of(model.config).end_of_embedded if model.config.pooling == "last" else None
+    if last is None or is_of_sentence_transformers(model.path):
+        return None
+    return model.tokenizer.token_to_id(last)
+
+
+def tokens_after(model: LoadedModel) -> int:
+    """How many tokens follow each text in `token_rows`."""
+    own, end = model.tokenizer.suffix, _end_of_text(model)
+    return len(own) + (end is not None and own[-1:] != (end,))
 
 
 def instruction_prompt(task: str) -> str:

@@ -128,6 +128,11 @@ class Tokenizer(ABC):
 
         return StreamDecoder(self._detokenizer(), self._check_id, skips)
 
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """The ids that `encode` puts after a text."""
+        return tuple(self._suffix)
+
     def has_id(self, token_id: int) -> bool:
         """Whether the vocabulary, which may have holes, has this id."""
         return 0 <= token_id < self.vocab_size and self._token(token_id) is not None

@@ -124,6 +124,15 @@ def test_the_length_of_vectors_and_of_texts(tmp_path):
             m.embed(["Alice", text])
     ids = m.tokenizer.encode(TEXTS[0])
     assert embedding_ids(m, {"input": [TEXTS[0]], "truncate_prompt_tokens": -1}) == [ids[-5:]]
+    right = {"truncate_prompt_tokens": -1, "truncation_side": "right"}
+    assert embedding_ids(m, {"input": [TEXTS[0], "Alice"], **right}) == [ids[:5], m.tokenizer.encode("Alice")]
+    settings = folder / "tokenizer_config.json"
+    plain = settings.read_text()
+    settings.write_text(json.dumps(json.loads(plain) | {"add_eos_token": True}))
+    ends = bitnet_ref.load(folder, backend="numpy")  # the end token stays, at which a vector is read
+    assert embedding_ids(ends, {"input": [TEXTS[0], ids], **right}) == [[*ids[:4], 2], ids[:5]]
+    assert embedding_ids(ends, {"input": TEXTS[0], "truncate_prompt_tokens": 1, "truncation_side": "right"}) == [[1]]
+    settings.write_text(plain)
     long = invoke("--model", folder, TEXTS[0])
     assert (long.exit_code, "shorten them" in long.stderr) == (2, True)
     with pytest.warns(ConfigWarning, match="copy that file beside it") as seen:
@@ -141,7 +150,6 @@ def test_the_length_of_vectors_and_of_texts(tmp_path):
         with pytest.raises(ConfigError, match=rf"{name}.json, {key}: expected an int from 1"):
             m.embed("Alice")
         (folder / f"{name}.json").write_text("{}")
-    settings = folder / "tokenizer_config.json"
     for limit, expected in ((4, 4), (10**30, 256)):  # where version 6 of sentence-transformers keeps it
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": limit}))
         assert longest_text(m) == 256

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import DEFAULT_REPLY_TOKENS, default_reply_tokens
-from ...generation.embed import longest_text, token_rows
+from ...generation.embed import longest_text, token_rows, tokens_after
 from ...generation.generate import split_prompts
 from ...generation.params import GUIDES, SamplingParams
 from ...reference.layers import Floats
@@ -143,10 +143,11 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     return asked
 
 
-def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, room: int) -> list[int]:
+def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, room: int, after: int = 0) -> list[int]:
     """The last tokens of a prompt, or the first, by vLLM's `truncate_prompt_tokens` and `truncation_side`.
 
-    room: new tokens for which -1 leaves room in the context.
+    room: new tokens for which -1 leaves room in the context. after: tokens that follow the text, which stay, as in
+    Hugging Face's tokenizers and in Ollama: a vector may be read at the last of them.
     """
     size = body.get("truncate_prompt_tokens")
     if size is None:
@@ -154,7 +155,9 @@ def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, ro
     size = size if size >= 0 else max(1, model.context_length - room)
     if size == 0:
         raise RequestError("expected at least 1, or -1", "truncate_prompt_tokens")
-    return ids[:size] if body.get("truncation_side") == "right" else ids[-size:]
+    if body.get("truncation_side") != "right":
+        return ids[-size:]
+    return ids if len(ids) <= size else [*ids[: size - after], *ids[len(ids) - after :]] if size > after else ids[:size]
 
 
 def _with_tools(body: dict[str, Any]) -> dict[str, Any]:
@@ -284,7 +287,9 @@ def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]
     if body.get("add_special_tokens") is False:
         parts = [model.tokenizer.encode(part, False) if isinstance(part, str) else part for part in parts]
     room = model.context_length - longest_text(model)
-    return [truncate_ids(ids.tolist(), body, model, room) for ids in token_rows(model, parts, any_length=True)]
+    after = [tokens_after(model) if isinstance(part, str) else 0 for part in parts]
+    rows = token_rows(model, parts, any_length=True)
+    return [truncate_ids(ids.tolist(), body, model, room, end) for ids, end in zip(rows, after, strict=True)]
 
 
 def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats, tokens: int) -> dict[str, Any]:
