@@ -883,6 +883,18 @@ def test_end_tokens_that_the_config_alone_names_take_the_free_keys():
     assert ids == [*named, 7, 9]
 
 
+@pytest.mark.filterwarnings("ignore:.*has no place for modules.json")
+def test_a_gguf_says_that_an_embedding_model_pools_the_last_token(tmp_path):
+    """Without the key llama.cpp gives a vector for each token; a language model has none."""
+    folder = shutil.copytree(DATA / "families" / "embedding-qwen3", tmp_path / "m")
+    for expected in (None, 3):
+        convert(folder, tmp_path / f"{expected}.gguf", "gguf-f16", verify=False)
+        with GgufFile(tmp_path / f"{expected}.gguf") as file:
+            assert file.metadata.get("qwen3.pooling_type") == expected
+        kinds = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]
+        (folder / "modules.json").write_text(json.dumps(kinds))
+
+
 def test_a_base_model_keeps_its_one_end_token(tmp_path):
     """As Qwen's have it: their vocabulary has the chat models' <|im_end|>, which without an eot would end texts."""
     folder = write_checkpoint(tmp_path / "m", TINY | {"vocab_size": 4100, "eos_token_id": 2})

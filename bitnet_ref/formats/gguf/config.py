@@ -381,9 +381,9 @@ def _check_family(config: ModelConfig, form: GgufForm) -> None:
         raise ConfigError(message, field="unit_embeddings")
 
 
-def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
+def gguf_metadata(config: ModelConfig, makes_vectors: bool = False) -> dict[str, Typed]:
     """The metadata that describe a model, in the order of bitnet.cpp's converter. The tokenizer's come after them.
-    Raises ConfigError for what GGUF cannot say."""
+    makes_vectors: whether it is published as an embedding model. Raises ConfigError for what GGUF cannot say."""
     arch = architecture(config)
     form = family_of(config).gguf or GgufForm({})
     rope: Any = config.rope
@@ -405,7 +405,7 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Typed]:
     if config.sliding_window is not None:
         put("attention.sliding_window", "uint32", config.sliding_window)
     form.write(config, put)
-    if config.pooling != "last":
+    if config.pooling != "last" or makes_vectors:  # without the key llama.cpp gives a vector for each token
         put("pooling_type", "uint32", next(number for number, name in _POOLINGS.items() if name == config.pooling))
     if rope.rope_type in ("linear", "yarn", "longrope"):
         put("rope.scaling.type", "string", rope.rope_type)

@@ -38,9 +38,11 @@ from ...reference.quantization import pack_ternary
 from ...reference.weights import TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
+    MODULES_FILE,
     Checkpoint,
     Progress,
     arrays_of_layer,
+    files_of_texts,
     has_bias,
     is_ternary,
     linear_names,
@@ -155,7 +157,9 @@ def write_gguf_model(
     config = checkpoint.config
     if kind not in KINDS:
         raise FormatError(f"expected one of {', '.join(KINDS)}, got {kind!r}", path=path)
-    metadata = gguf_metadata(config) | dict(special_token_metadata(config) if tokenizer is None else tokenizer)
+    makes_vectors = MODULES_FILE in files_of_texts(checkpoint.path)
+    own_tokens = special_token_metadata(config) if tokenizer is None else tokenizer
+    metadata = gguf_metadata(config, makes_vectors) | dict(own_tokens)
     tensors = _ModelTensors(checkpoint, kind, dense_type, tl_tiles)
     metadata |= tensors.basis_metadata()
     if kind in _FILE_TYPES:
