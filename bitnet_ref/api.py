@@ -174,7 +174,7 @@ class _Load:
             prepared.write(config, weights.finished())
             if prepared.is_mapped and (stored := prepared.read()) is not None:
                 return self.model(*stored, be)
-        return self.model(config, weights, be, load_tokenizer=self.tokenizer)
+        return self.model(config, weights, be, load_tokenizer=self.tokenizer, texts_path=checkpoint.texts_path)
 
     def place(self, checkpoint: Checkpoint, backends: list[Backend]) -> Backend | None:
         """The backend that computes the layers, or several that share them; None where "auto" chose a card that lacks
@@ -210,6 +210,7 @@ class _Load:
         be: Backend,
         *,
         load_tokenizer: Callable[[], Tokenizer] | None = None,
+        texts_path: Path | None = None,
     ) -> Model:
         alone = replace(self, options=replace(self.options, share=False, progress=None))
         return Model(
@@ -220,6 +221,7 @@ class _Load:
             cache_dtype=self.compute.cache_dtype,
             load_tokenizer=load_tokenizer,
             load_again=alone.again,
+            texts_path=texts_path,
         )
 
     def again(self, name: str | None) -> Model:

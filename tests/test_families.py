@@ -358,7 +358,7 @@ def test_what_ends_an_embedded_text(tmp_path):
     cases = [("last", None, [5, 6, 3]), ("mean", None, [5, 6]), ("last", tmp_path, [5, 6])]
     for pooling, path, expected in cases:
         config = families.FAMILIES["qwen3"].example(pooling=pooling)
-        m = SimpleNamespace(path=path, config=config, tokenizer=words, check_tokens=lambda ids, any_length: ids)
+        m = SimpleNamespace(texts_path=path, config=config, tokenizer=words, check_tokens=lambda ids, any_length: ids)
         assert token_rows(m, ["a cat"], any_length=True) == [expected]
         assert tokens_after(m) == len(expected) - 2
 

@@ -145,11 +145,13 @@ class LoadedModel:
         cache_dtype: str | None = None,
         load_tokenizer: Callable[[], Tokenizer] | None = None,
         load_again: Callable[[str | None], LoadedModel] | None = None,
+        texts_path: Path | None = None,
     ) -> None:
         """cache_dtype: of its KV caches; None: the backend's own.  load_tokenizer: called at the first use.
-        load_again: see `renew`."""
+        load_again: see `renew`.  texts_path: beside which sentence-transformers' files are; None: beside `path`."""
         backend.check_config(config)
         self.config, self.backend, self.path = config, backend, path
+        self.texts_path = path if texts_path is None else texts_path
         self.context_length = config.context_length
         self.cache_dtype = cache_dtype
         self.watcher: Watcher | None = None  # a profile sets it while it watches
@@ -354,6 +356,7 @@ class LoadedModel:
         steps = backend.prepare_in_steps(replace(w, layers=tuple(layers), lm_head=head), self.config)
         prepared = SteppedWeights(steps, 0 if in_steps else sys.maxsize)
         settings: dict[str, Any] = {"cache_dtype": self.cache_dtype, "load_tokenizer": self._load_tokenizer}
+        settings["texts_path"] = self.texts_path
         made = type(self)(self.config, prepared, backend, self.path, **settings)
         made.adapters = self.adapters
         return made

@@ -149,7 +149,7 @@ def embed_batch(model: Model, batch: tuple[str | None, int | None, list[str]]) -
 
 def prompt_of(model: Model, name: str) -> str:
     """The prompt of that name in the model's config_sentence_transformers.json. Raises ConfigError."""
-    prompts = published_prompts(model.path)
+    prompts = published_prompts(model.texts_path)
     if name not in prompts:
         known = ", ".join(prompts) or "none (it has no config_sentence_transformers.json with prompts)"
         raise ConfigError(f"the model has no prompt of that name; there are: {known}", field=name)

@@ -130,6 +130,12 @@ class Checkpoint(Closeable, ABC):
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
     dense: str = "stored"  # how `read_weights` gives dense linears
+    adapter_folder: Path | None = None  # of an adapter that has sentence-transformers' files
+
+    @property
+    def texts_path(self) -> Path:
+        """Beside which sentence-transformers' files are."""
+        return self.path if self.adapter_folder is None else self.adapter_folder
 
     def read_ahead(self) -> None:
         """Call before all parts are read in their order: the disk then works while earlier parts are packed."""
@@ -256,7 +262,7 @@ def files_of_texts(model: Path) -> list[str]:
 
 def write_tokenizer_files(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the tokenizer's files, and those of sentence-transformers beside the checkpoint, into a folder."""
-    source = folder_of(checkpoint.path)
+    source = folder_of(checkpoint.texts_path)
     names = [name for name in EMBEDDING_FILES if is_present(source / name)]
     beside = {name: read_bounded(source / name, FormatError, MAX_TOKENIZER_BYTES, source) for name in names}
     for name, data in (checkpoint.tokenizer_files() | beside).items():

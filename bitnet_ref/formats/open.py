@@ -9,13 +9,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, FormatError, RegistryError
-from ..system.json_file import stays_inside
+from ..system.json_file import is_present, stays_inside
 from ..system.sharing import folder_of
-from .checkpoint import Checkpoint, LoadOptions
+from .checkpoint import MODULES_FILE, Checkpoint, LoadOptions
 from .hf.adapter import NO_ADAPTER, describe_adapter, read_adapter
 
 if TYPE_CHECKING:
@@ -157,6 +158,12 @@ def open_checkpoint(path: Path, options: LoadOptions | None = None) -> Checkpoin
         with checkpoint.closed_on_error():
             checkpoint.adapter = read_adapter(folder, checkpoint.config)
             checkpoint.evidence.append(describe_adapter(folder, checkpoint.adapter))
+            if is_present(folder / MODULES_FILE):  # sentence-transformers saves an adapter with what it is for
+                from .hf.folder import embedding_fields
+
+                checkpoint.adapter_folder = folder
+                plain = replace(checkpoint.config, pooling="last", unit_embeddings=True)
+                checkpoint.config = replace(plain, **embedding_fields(folder))
     return checkpoint
 
 

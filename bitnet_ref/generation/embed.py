@@ -41,7 +41,7 @@ def embed(
     """
     size = model.config.hidden_size
     dimensions = Number(1, size, whole=True, optional=True).read(dimensions, "dimensions")
-    dimensions = default_dimensions(model.path) if dimensions is None else dimensions
+    dimensions = default_dimensions(model.texts_path) if dimensions is None else dimensions
     parts, single = split_prompts(texts)
     rows = token_rows(model, parts, prompt)
     pooled = np.empty((len(rows), size), dtype=np.float64)
@@ -61,7 +61,7 @@ def token_rows(
     than `longest_text` too."""
     end: int | None = None
     if any(isinstance(part, str) for part in parts):  # one look at the model's files, however many texts
-        prompt = default_prompt(model.path) if prompt is None else prompt
+        prompt = default_prompt(model.texts_path) if prompt is None else prompt
         end = _end_of_text(model)
 
     def ids_of(part: Prompt) -> object:
@@ -74,7 +74,7 @@ def token_rows(
     longest = max(map(len, rows), default=0)
     if not any_length and longest > (limit := longest_text(model)):
         says = f"{LENGTH_KEY} of its {LENGTH_FILE}"
-        if _read_count(model.path, LENGTH_FILE, LENGTH_KEY) is None:
+        if _read_count(model.texts_path, LENGTH_FILE, LENGTH_KEY) is None:
             says = f"{TOKENIZER_KEY} of its {TOKENIZER_FILE}"
         raise ContextOverflow(f"{longest} tokens are more than {limit}, the {says}; shorten them")
     return rows
@@ -84,7 +84,7 @@ def _end_of_text(model: LoadedModel) -> int | None:
     """The token that a family's embedding models read at the end, beside sentence-transformers' files none: that
     library takes the tokenizer's tokens alone."""
     last = family_of(model.config).end_of_embedded if model.config.pooling == "last" else None
-    if last is None or is_of_sentence_transformers(model.path):
+    if last is None or is_of_sentence_transformers(model.texts_path):
         return None
     return model.tokenizer.token_to_id(last)
 
@@ -123,9 +123,9 @@ def default_dimensions(path: Path | None) -> int | None:
 def longest_text(model: LoadedModel) -> int:
     """Tokens of the longest text that `embed` takes: the context, or the model's max_seq_length, which since version 6
     sentence-transformers keeps as the tokenizer's model_max_length. Raises ConfigError."""
-    limit = _read_count(model.path, LENGTH_FILE, LENGTH_KEY)
-    if limit is None and is_of_sentence_transformers(model.path):
-        stated = _read_beside(model.path, TOKENIZER_FILE)[1].get(TOKENIZER_KEY)
+    limit = _read_count(model.texts_path, LENGTH_FILE, LENGTH_KEY)
+    if limit is None and is_of_sentence_transformers(model.texts_path):
+        stated = _read_beside(model.texts_path, TOKENIZER_FILE)[1].get(TOKENIZER_KEY)
         if isinstance(stated, int) and 1 <= stated < model.context_length:  # 10**30 and 1e30 mean none
             limit = stated
     return model.context_length if limit is None else min(limit, model.context_length)

@@ -26,6 +26,7 @@ from bitnet_ref.formats.hashes import weight_hash
 from bitnet_ref.formats.hf import adapter as adapters
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.generation.chat import PrefixCache
+from bitnet_ref.generation.embed import default_prompt, longest_text
 from bitnet_ref.inspection import inspect_model
 
 ADAPTERS = DATA / "adapters"
@@ -82,6 +83,28 @@ def test_given_by_path(tmp_path):
     ternary = [w for _, w in m.weights.linears() if isinstance(w, AdaptedLinear)]
     assert ternary
     assert all(w.bit_linear is not None for w in ternary)  # they stay so
+
+
+def test_the_files_of_sentence_transformers_beside_an_adapter(tmp_path):
+    """Which saves an adapter with them, and its base has none: how texts become vectors, their prompts and length."""
+    tokens = [5, 6, 7, 8]
+    plain = bitnet_ref.load(ALONE, backend="numpy")
+    hidden = plain.run_with_cache(tokens, "ln_final.hook_normalized")[1]["ln_final.hook_normalized"]
+    folder = shutil.copytree(ALONE.parent, tmp_path / "m") / "adapter"
+    for name, content in {
+        "modules.json": [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling")],
+        "1_Pooling/config.json": {"pooling_mode": "mean"},
+        "config_sentence_transformers.json": {"prompts": {"query": "Q: "}, "default_prompt_name": "query"},
+        "sentence_bert_config.json": {"max_seq_length": 6},
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    for m in (bitnet_ref.load(folder, backend="numpy"), bitnet_ref.load(folder, backend="numpy").renew()):
+        for each in (m, m.on(m.backend)):
+            np.testing.assert_allclose(each.embed(tokens), hidden.mean(axis=0), rtol=0, atol=1e-5)
+            assert (default_prompt(each.texts_path), longest_text(each)) == ("Q: ", 6)
+    base = bitnet_ref.load(folder.parent / "base", backend="numpy")
+    assert (base.config.pooling, longest_text(base)) == ("last", base.context_length)
 
 
 def test_what_lies_beside_a_file_of_its_own_is_not_for_it(tmp_path):

@@ -86,7 +86,7 @@ def cross_vectors(
         theirs = np.array([each["embedding"] for each in rows], dtype=np.float64)
     except (KeyError, TypeError, ValueError) as error:
         raise BackendUnavailable(f"{client.url}/v1/embeddings answers with no vectors of OpenAI's form") from error
-    default = default_dimensions(model.path)
+    default = default_dimensions(model.texts_path)
     size = default if theirs.shape[-1] == default else model.config.hidden_size  # few servers cut by themselves
     right = embed(model, texts, dimensions=size).astype(np.float64)
     limit = SAME_TENSOR if engine_dtype == "float32" else NARROW_FLOATS[engine_dtype].relative_l2
@@ -128,7 +128,7 @@ def _changes(model: Model) -> Iterator[_Change]:
         if pooling != right:
             cause = f"pooling takes {words}, and not {names[right]}"
             yield _Change("pooling", f"pooling_{pooling}", cause, f"Set the pooling to {right!r}.", pooling=pooling)
-    tokenizer, default = model.tokenizer, default_prompt(model.path)
+    tokenizer, default = model.tokenizer, default_prompt(model.texts_path)
     sample = [int(token) for token in token_rows(model, ["a"])[0]]
     # fmt: off
     if len(sample) > len(tokenizer.encode(f"{default}a")) or sample[-1] in tokenizer.eos_ids:
@@ -148,7 +148,7 @@ def _changes(model: Model) -> Iterator[_Change]:
     if default:
         yield _Change("prompt", "prompt_missing", "the model's default prompt is missing before the text",
             f"Put {default!r} before each text.", prompt="")
-    for name, prompt in {"query": QUERY, **published_prompts(model.path)}.items():
+    for name, prompt in {"query": QUERY, **published_prompts(model.texts_path)}.items():
         if prompt and prompt != default:
             yield _Change("prompt", "prompt_added", f"the prompt {name!r} ({prompt!r}) is put before the text",
                 "Documents have no prompt; send none.", prompt=prompt)

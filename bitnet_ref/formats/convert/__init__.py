@@ -191,7 +191,7 @@ def convert(
                 raise FormatError(f"what was written cannot be read: {message}", path=path) from problem
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
-    for name in files_of_texts(checkpoint.path):
+    for name in files_of_texts(checkpoint.texts_path):
         if name not in files_of_texts(path):
             message = f"{path}: {to} has no place for {name}; copy that file beside it, where embed reads it"
             warnings.warn(message, ConfigWarning, stacklevel=2)

@@ -157,7 +157,7 @@ def write_gguf_model(
     config = checkpoint.config
     if kind not in KINDS:
         raise FormatError(f"expected one of {', '.join(KINDS)}, got {kind!r}", path=path)
-    makes_vectors = MODULES_FILE in files_of_texts(checkpoint.path)
+    makes_vectors = MODULES_FILE in files_of_texts(checkpoint.texts_path)
     own_tokens = special_token_metadata(config) if tokenizer is None else tokenizer
     metadata = gguf_metadata(config, makes_vectors) | dict(own_tokens)
     tensors = _ModelTensors(checkpoint, kind, dense_type, tl_tiles)

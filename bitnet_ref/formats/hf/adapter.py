@@ -24,7 +24,7 @@ from ...reference.weights import linear_name
 from ...system.json_file import is_present, read_json_object
 from ...system.sharing import folder_of
 from ..binary_file import find_not_finite
-from ..checkpoint import linear_shape
+from ..checkpoint import EMBEDDING_FILES, linear_shape
 from ..names import HF_PREFIXES, is_simple_pattern, pattern_error
 from ..places import linear_place
 from ..safetensors import SafetensorsFile
@@ -103,8 +103,9 @@ def _base_of(folder: Path) -> Path | str:
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """The files that decide what an adapter is."""
-    return [folder / CONFIG_FILE, folder / WEIGHTS_FILE]
+    """The files that decide what an adapter is, and those of sentence-transformers beside them."""
+    beside = [folder / name for name in EMBEDDING_FILES if is_present(folder / name)]
+    return [folder / CONFIG_FILE, folder / WEIGHTS_FILE, *beside]
 
 
 def read_adapter(folder: Path, config: ModelConfig) -> dict[str, LoraTerm]:

@@ -193,10 +193,10 @@ def refuse_adapter(folder: Path) -> None:
 def read_folder_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
     """What config.json and the files of sentence-transformers beside it say. Raises ConfigError.   path: config.json"""
     config = read_hf_config(path, allow_unquantized)
-    return replace(config, **_embedding_fields(path.parent))
+    return replace(config, **embedding_fields(path.parent))
 
 
-def _embedding_fields(folder: Path) -> dict[str, Any]:
+def embedding_fields(folder: Path) -> dict[str, Any]:
     """The fields of the config that the files of sentence-transformers say, if there are any. Raises ConfigError."""
     (modules, path, _, texts), out = (folder / name for name in EMBEDDING_FILES), dict[str, Any]()
     if is_present(texts) and read_json_object(texts, ConfigError, MAX_INDEX_BYTES, folder).get("do_lower_case"):
@@ -246,7 +246,7 @@ class HfCheckpoint(Checkpoint):
                 refuse_adapter(self.folder)
             self.config = read_folder_config(self.folder / "config.json", allow)
         else:
-            self.config = replace(config, **_embedding_fields(self.folder))
+            self.config = replace(config, **embedding_fields(self.folder))
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
         layers, names = self.config.num_hidden_layers, self.tensors.names

@@ -110,7 +110,7 @@ async def score_all(
 
 def is_embedding_model(model: LoadedModel) -> bool:
     """Whether it was made for vectors: it takes the mean, or has sentence-transformers' files beside it."""
-    return model.config.pooling == "mean" or is_of_sentence_transformers(model.path)
+    return model.config.pooling == "mean" or is_of_sentence_transformers(model.texts_path)
 
 
 def judge_pairs(model: LoadedModel, instruction: str, pairs: list[tuple[str, str]]) -> tuple[list[float], int]:
