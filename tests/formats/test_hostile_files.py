@@ -147,9 +147,9 @@ def test_every_file_of_a_folder(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_embed_reads_beside_a_model(kind, name, tmp_path):
     model = bitnet_ref.load("storyteller", backend="numpy")
-    model.path = tmp_path / "m"
-    model.path.mkdir()
-    kind(model.path / name, tmp_path / "outside")
+    model.texts_path = tmp_path / "m"
+    model.texts_path.mkdir()
+    kind(model.texts_path / name, tmp_path / "outside")
     with pytest.raises(BitNetRefError, match=name):
         model.embed("Alice")
 

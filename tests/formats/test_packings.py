@@ -18,7 +18,6 @@ from bitnet_ref.formats.hf.folder import CheckpointTensors
 from bitnet_ref.formats.hf.packings import (
     FLOAT_MODES,
     GROUPS,
-    affine_width,
     check_awq,
     describe_mlx,
     packed_width,

@@ -755,11 +755,11 @@ def test_vectors_of_any_length_are_compared_by_their_angle():
         assert given == {"input": ["a", "b", "c"]}
         return np.array([[0.3, 0.4], [0.0, 0.5], [0.0, 0.0]]), 7
 
-    bert = SimpleNamespace(path=None, config=SimpleNamespace(pooling="mean"))
+    bert = SimpleNamespace(texts_path=None, config=SimpleNamespace(pooling="mean"))
     pairs = [("a", "b"), ("a", "a"), ("b", "c")]
     scores, tokens = asyncio.run(ranking.score_all(SimpleNamespace(embed=embed), bert, pairs, ""))
     assert (scores, tokens) == (pytest.approx([0.8, 1.0, 0.0]), 7)
-    assert not ranking.is_embedding_model(SimpleNamespace(path=None, config=SimpleNamespace(pooling="last")))
+    assert not ranking.is_embedding_model(SimpleNamespace(texts_path=None, config=SimpleNamespace(pooling="last")))
 
 
 def test_ranking_by_vectors(tmp_path):
