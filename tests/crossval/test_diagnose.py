@@ -123,6 +123,20 @@ def test_logits_alone_are_enough(name, load):
         assert found[0].logit_error_before > 1e-3
 
 
+def test_of_logits_alone_the_steps_after_the_layers_are_tried_first(load):
+    """A mistake there is found before the edits of the layers, which are thousands, are even listed."""
+    logits, told = load().run_with_cache(TOKENS)[1]["lm_head.hook_out"], list[tuple[int, int, str]]()
+    for words, wrong in {
+        "it is multiplied by 1.3": logits * np.float32(1.3),
+        "columns of it are one too far": np.roll(logits, 1, axis=1),
+        "it is rounded to float16": logits.astype(np.float16).astype(np.float32),
+    }.items():
+        found = diagnosed(load(), {"logits": wrong}, progress=lambda *step: told.append(step))
+        assert found[0].confirmed
+        assert found[0].cause == f"the output of lm_head: {words}"
+        assert told[-1][1] < 1000
+
+
 @pytest.mark.thorough
 def test_a_constant_is_solved_for_in_a_run_too_long_for_several_copies(load, monkeypatch):
     """More values of a constant are tried than edited runs are computed at once."""

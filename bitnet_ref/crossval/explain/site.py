@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,6 +91,7 @@ class Site:
         mask = np.isfinite(self.target.theirs) & (~self.target.right_close if self.target.alone else True)
         seen = mask & self._first_half()
         self.mask = seen if (seen & ~self.target.right_close).any() else mask
+        self.after_layers = frozenset(takewhile(lambda step: layer_of(step) is None, self.stretch))
 
     def _first_half(self) -> Mask:
         """The values of the first half of the tokens: constants are solved for there, and must hold on the others."""
@@ -99,11 +100,13 @@ class Site:
         half = np.arange(shape[axis]) < -(-shape[axis] // 2)
         return np.broadcast_to(half.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape)
 
-    def _trials(self) -> list[Trial]:
-        """What is tried, the simplest first."""
+    def _trials(self, after_layers: bool) -> list[Trial]:
+        """What is tried in the steps after all layers, or in the others; the simplest first."""
         trials: list[Trial] = []
         first_right = not self.target.by_head and bool(self.target.right_close[:1].all())
         for unit in self.units():
+            if self.after_layers.issuperset(unit) != after_layers:
+                continue
             self.evidence.setting.check()
             step = self.evidence.steps[unit[0]]
             distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
@@ -125,13 +128,25 @@ class Site:
                 trials.append((d.cost + distance + slow, unit, d))
         for each, names in self.known:
             for part in dict.fromkeys(map(tuple, _groups(names))):
-                if len({hook_of(name) for name in part}) > 1:  # no unit has steps of several kinds
+                several = len({hook_of(name) for name in part}) > 1  # no unit has steps of several kinds
+                if several and self.after_layers.issuperset(part) == after_layers:
                     trials.append((NAMED, part, _named(each)))
         return sorted(trials, key=lambda trial: trial[0])
 
     def explanations(self) -> list[Explanation]:
-        """What explains the whole tensor, the simplest first; empty if nothing does."""
-        trials, good, is_zero = self._trials(), list[Explanation](), not self.target.theirs.any()
+        """What explains the whole tensor, the simplest first; empty if nothing does.
+
+        The steps after all layers come first: where logits alone were recorded, their edits cost least to compute.
+        """
+        good = self._try_all(self._trials(after_layers=True)) or self._try_all(self._trials(after_layers=False))
+        closest = min((e.error for e in good), default=0.0)
+        near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
+        near.sort(key=lambda e: e.cost)
+        return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
+
+    def _try_all(self, trials: list[Trial]) -> list[Explanation]:
+        """Those that explain the whole tensor."""
+        good, is_zero = list[Explanation](), not self.target.theirs.any()
         self.report.add(len(trials))
         size = self.evidence.copies
         for start in range(0, len(trials), size):
@@ -156,10 +171,7 @@ class Site:
                     result = self.attempt(unit, replace(d, cost=cost), mine)
                 if result is not None:
                     good.append(result)
-        closest = min((e.error for e in good), default=0.0)
-        near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
-        near.sort(key=lambda e: e.cost)
-        return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
+        return good
 
     def pairs(self, made: Sequence[Description]) -> list[Explanation]:
         """What explains the tensor of one step by two edits of it: neither does alone.
@@ -169,7 +181,8 @@ class Site:
         if not self.target.alone:
             return []
         step, near, good = self.evidence.steps[self.name], list[tuple[float, Description]](), list[Explanation]()
-        own = [d for _, unit, d in self._trials() if isinstance(d, Description) and unit == (self.name,)]
+        trials = self._trials(after_layers=bool(self.after_layers))
+        own = [d for _, unit, d in trials if isinstance(d, Description) and unit == (self.name,)]
         own = [d for d in own if d.cost <= MOST_OF_A_PAIR]
         self.report.add(len(own))
         for d in own:
