@@ -420,7 +420,9 @@ def use_open_webui():
             return reply.read().decode()
 
     command = [str(Path(sys.executable).with_name("open-webui")), "serve", "--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen(command, env={**os.environ, **settings}, cwd=folder, stdout=-3, stderr=-3) as program:
+    log = Path(folder, "log")
+    output = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env={**os.environ, **settings}, cwd=folder, **output) as program:
         try:
             end = time.monotonic() + 400
             while True:
@@ -428,7 +430,7 @@ def use_open_webui():
                     ask("/health")
                     break
                 except (urllib.error.URLError, OSError):
-                    assert program.poll() is None
+                    assert program.poll() is None, log.read_text()[-2000:]
                     assert time.monotonic() < end
                     time.sleep(1)
             token = json.loads(ask("/api/v1/auths/signin", {"email": "", "password": ""}))["token"]
