@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ..api import Model
 from ..errors import ConfigError, GenerationError
+from ..generation.results import Generation
 from ..generation.score import score_groups
+from ..serving.tickets import RequestHandle
 from .perplexity import prefix_token
 
 CONTEXTS_AT_A_TIME = 16
@@ -91,20 +94,26 @@ class TaskModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        texts = list[str]()
+        texts, running = list[str](), deque[tuple[RequestHandle, list[str]]]()
         with self.model.engine() as engine:
-            handles = []
-            for context, given in (request.args for request in requests):
+            for number, (context, given) in enumerate((request.args for request in requests), 1):
                 params = read_generation(given, self.max_length)
                 ids = self.tok_encode(context)[-(self.max_length - params["max_tokens"]) :]
-                handles.append(engine.submit(ids, **params))
-                while len(handles) - len(texts) > engine.config.max_batch:
-                    texts.append(handles[len(texts)].result().text)
+                running.append((engine.submit(ids, **params), params["stop"]))
+                while running and (number == len(requests) or len(running) > engine.config.max_batch):
+                    handle, stops = running.popleft()
+                    texts.append(cut(handle.result(), stops))
                     self._progress(len(texts), len(requests))
-            for handle in handles[len(texts) :]:
-                texts.append(handle.result().text)
-                self._progress(len(texts), len(requests))
         return texts
+
+
+def cut(result: Generation, stops: Sequence[str]) -> str:
+    """The text before each stop in their order, as lm-eval's own models have it: of two that overlap the first listed
+    counts, not the one that begins first."""
+    text = result.text + (result.stop_reason if isinstance(result.stop_reason, str) else "")
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
 
 
 def read_generation(given: Mapping[str, Any], length: int) -> dict[str, Any]:

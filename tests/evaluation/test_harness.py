@@ -135,6 +135,17 @@ def test_texts_and_scores_within_a_length():
             tasks._loglikelihood_tokens([(("a", "b"), ids[:3], ids[:count])])
 
 
+def test_of_stops_that_overlap_the_first_listed_counts():
+    """lm-eval's own models cut a text at each stop in turn."""
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    text = story().generate("The king said", max_tokens=12).text
+    end = first_where(range(3, len(text)), lambda i: text.index(text[i]) == i, "a character that is new")
+    stops = [text[end], text[end - 2 : end + 1]]
+    tasks = harness.TaskModel(story())
+    given = [asked("The king said", {"max_gen_toks": 12, "until": until}) for until in (stops, stops[::-1], stops[:1])]
+    assert tasks.generate_until(given) == [text[:end], text[: end - 2], text[:end]]
+
+
 @pytest.mark.thorough
 def test_more_texts_than_the_engine_takes(monkeypatch):
     harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
