@@ -157,7 +157,10 @@ def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, ro
         raise RequestError("expected at least 1, or -1", "truncate_prompt_tokens")
     if body.get("truncation_side") != "right":
         return ids[-size:]
-    return ids if len(ids) <= size else [*ids[: size - after], *ids[len(ids) - after :]] if size > after else ids[:size]
+    if len(ids) <= size:
+        return ids
+    kept = after if after < size else 0
+    return [*ids[: size - kept], *ids[len(ids) - kept :]]
 
 
 def _with_tools(body: dict[str, Any]) -> dict[str, Any]:
