@@ -659,6 +659,12 @@ BAD_METADATA = {
         "expected a string",
         f"{ARCH}.hidden_activation",
     ),
+    "scalings": (
+        {f"{ARCH}.rope.scaling.type": Typed("[uint32]", [1, 2])},
+        [],
+        "expected a string",
+        f"{ARCH}.rope.scaling.type",
+    ),
     "an encoder": ({f"{ARCH}.attention.causal": Typed("bool", False)}, [], "encoder", f"{ARCH}.attention.causal"),
     "no eps": ({}, [f"{ARCH}.attention.layer_norm_rms_epsilon"], "absent", f"{ARCH}.attention.layer_norm_rms_epsilon"),
     "NaN": ({f"{ARCH}.rope.freq_base": Typed("float32", float("nan"))}, [], "nan", f"{ARCH}.rope.freq_base"),
@@ -738,6 +744,13 @@ def test_equal_values_per_layer_are_that_value(tmp_path):
     assert keys_with(tmp_path, **arrays) == one
     of_one_layer = {"general.architecture": "llama", "llama.block_count": 1, "llama.x": np.array([4], np.uint32)}
     assert _Keys(SimpleNamespace(metadata=of_one_layer, path=tmp_path)).count("x") == 4
+
+
+@pytest.mark.parametrize("zeros", [[], [0, 0]], ids=str)
+def test_no_experts_and_no_drafts_in_arrays(zeros, tmp_path):
+    none = {f"{ARCH}.{key}": Typed("[uint32]", zeros) for key in ("expert_count", "nextn_predict_layers")}
+    path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", none, [])
+    assert bitnet_ref.load(path, backend="numpy").config == bitnet_ref.read_config(GGUF / "tq2_0.gguf")
 
 
 def test_olmo_3_is_refused(tmp_path):

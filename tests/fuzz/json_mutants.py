@@ -87,9 +87,12 @@ def dump(dice: random.Random, value: Any) -> bytes:
 
 
 def mutate_json(dice: random.Random, data: bytes) -> bytes:
-    if dice.randrange(3) == 0:
+    try:
+        value = None if dice.randrange(3) == 0 else json.loads(data)
+    except ValueError:  # it was mutated before
+        value = None
+    if value is None:
         return dice.choice([flip_bytes, truncate, insert_bytes, cut_out])(dice, data)
-    value = json.loads(data)
     for _ in range(dice.choice([1, 1, 1, 2, 5])):
         change_json(dice, value)
     return dump(dice, value)

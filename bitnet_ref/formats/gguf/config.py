@@ -170,7 +170,7 @@ def read_gguf_config(
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     if evidence is not None and ROPE_FACTORS["long_factors"] in file.tensors and not keys.has(_ORIGINAL):
         evidence.append(f"longrope without {keys.arch}.{_ORIGINAL}: the whole context is taken as the trained one")
-    if evidence is not None and keys.get("rope.scaling.type") == "yarn" and keys.has(_YARN_ATTN_FACTOR):
+    if evidence is not None and keys.has(_YARN_ATTN_FACTOR) and keys.text("rope.scaling.type", "none") == "yarn":
         words = "scales cos and sin, as attention_factor in transformers; llama.cpp ignores this key, its logits differ"
         evidence.append(f"yarn: {keys.arch}.{_YARN_ATTN_FACTOR} {words}")
     with errors_at(file.path):

@@ -93,7 +93,7 @@ def find_ternary(file: GgufFile, evidence: list[str], activations: str = "auto")
     if activations == "blocks":
         evidence.append("activations: rounded by blocks, as it was asked for (the rule of ggml, see docs/families.md)")
         return None
-    if file.metadata.get(f"{arch}.expert_count"):
+    if np.any(file.metadata.get(f"{arch}.expert_count")):  # it may be an array with a value for each layer
         evidence.append("activations stay floats: experts are no BitLinears")
         return None
     bitnet = isinstance(arch, str) and arch in architectures() and architectures()[arch][1].sub_norms

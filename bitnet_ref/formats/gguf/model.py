@@ -345,7 +345,8 @@ class GgufCheckpoint(Checkpoint):
 
     def finish(self) -> None:
         unused = [name for name in self.file.tensors if name not in self.taken]
-        if self.metadata.get(f"{self.metadata['general.architecture']}.nextn_predict_layers"):  # blocks that draft
+        drafting = self.metadata.get(f"{self.metadata['general.architecture']}.nextn_predict_layers")
+        if np.any(drafting):  # blocks that draft
             drafts = tuple(f"blk.{self.config.num_hidden_layers + index}." for index in range(len(unused)))
             unused = [name for name in unused if not name.startswith(drafts)]
         self.refuse_unused(unused, f"a {self.metadata['general.architecture']} model as the metadata describe it")
