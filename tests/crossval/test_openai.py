@@ -43,6 +43,8 @@ class Planted:
         if path == "/v1/embeddings":
             rows = self.vectors(self.engine, body["input"])
             return 200, {"data": [{"index": i, "embedding": row.tolist()} for i, row in enumerate(rows)]}
+        if "llama-cpp-python" in self.shows:
+            return self.answer_as_llama_cpp_python(body["prompt"], body)
         if "llama.cpp" in self.shows:  # which takes all of these, and ignores all but the log probabilities
             body = {key: value for key, value in body.items() if key not in ("echo", "return_token_ids")}
         if any(key in body and key not in self.shows for key in ("echo", "logprobs", "return_token_ids")):
@@ -72,6 +74,25 @@ class Planted:
             choice["logprobs"] = {"content": names}
             return 200, {"choices": [choice], "usage": {"prompt_tokens": len(ids), "completion_tokens": len(new)}}
         return 200, {"choices": [choice]}
+
+    def answer_as_llama_cpp_python(self, prompt, body):
+        """It lists no BOS and no log probability of the first token listed, and ignores what it does not know."""
+        if isinstance(prompt, list) or ("logprobs" in body and "logprobs" not in self.shows):
+            return 500, {"error": {"message": "25 validation errors"}}
+        m = self.engine
+        ids = self.edit(m.tokenizer.encode(prompt))
+        new = list(m.generate(ids, max_tokens=body["max_tokens"], **self.options).token_ids)
+        text = m.tokenizer.decode([*ids, *new])[len(m.tokenizer.decode(ids)) :]
+        choice = {"text": prompt * ("echo" in body) + text, "finish_reason": "length"}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(new)}
+        if "logprobs" in body:
+            pairs = zip([*ids, *new][1:], log_probabilities(m.logits([*ids, *new])[:-1]), strict=True)
+            listed = [(token, float(row[token])) for token, row in pairs if token != 1]
+            names = [m.vocabulary.tokens[token].decode("utf-8", "replace") for token, _ in listed]
+            values = [None, *(value for _, value in listed[1:])]
+            tops = [None, *({name: value} for name, value in zip(names[1:], values[1:], strict=True))]
+            choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": None}
+        return 200, {"choices": [choice], "usage": usage}
 
     @contextlib.contextmanager
     def running(self):
@@ -135,6 +156,23 @@ def test_a_right_server_agrees_whatever_it_shows(engine, shows):
     result = cross(Planted(engine, shows=shows), engine)
     assert result.agrees, result.verdict
     assert list(result.causes) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("shows", "offers"), [(("logprobs",), "log probabilities, those of the prompt"), ((), "text")], ids=str
+)
+def test_llama_cpp_python(engine, shows, offers):
+    shows = ("llama-cpp-python", *shows)
+    right = cross(Planted(engine, shows=shows), engine, ("She said, and ran", "The"))
+    assert (right.agrees, list(right.causes), right.offers) == (True, [], offers), right.verdict
+    penalised = cross(Planted(engine, shows=shows, repetition_penalty=1.3), engine)
+    assert penalised.causes[0].name.startswith("repetition_penalty"), penalised.causes
+    twice = cross(Planted(engine, lambda ids: [1, *ids], shows=shows), engine)
+    assert "BOS twice" in twice.verdict if "logprobs" in shows else "counts" in twice.verdict
+    template = cross(Planted(engine, lambda ids: [1, 5, 6, *ids[1:], 7, 8], shows=shows), engine)
+    assert not template.agrees
+    assert [cause.name for cause in template.causes] == ["prompt_ids" if "logprobs" in shows else "other_prompt"]
 
 
 def test_ids_end_before_a_token_that_the_server_left_out(engine):

@@ -78,7 +78,7 @@ class Client:
         except urllib.error.HTTPError as error:
             with error:
                 said = _message(error.read(1 << 16))
-            if error.code in (400, 404, 405, 413, 415, 422, 501) and body is not None:
+            if error.code in (400, 404, 405, 413, 415, 422, 500, 501) and body is not None:
                 raise Refused(f"{error.code}: {said}") from error
             hint = "; give its key with --api-key" if error.code in (401, 403) else ""
             raise BackendUnavailable(f"{self.url}{path} answers {error.code}: {said}{hint}") from error
@@ -114,8 +114,8 @@ class Client:
             except Refused as refused:
                 problem = str(refused)
                 continue
-            if features.get("echo") and not is_echoed(answer):
-                features = {name: value for name, value in features.items() if name != "echo"}
+            missing = _missing(answer)
+            features = {name: value for name, value in features.items() if name not in missing}
             self.features = features
             self._texts = self._texts or TokenTexts(model)
             return read_answer(model, self._texts, answer, prompt, bool(features.get("echo")), self.url)
@@ -151,6 +151,15 @@ class Answer:
     is_cut: bool = False
 
 
+def _missing(answer: Mapping[str, Any]) -> set[str]:
+    """What was asked for and is not there: most servers ignore a parameter that they do not know."""
+    with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):  # `read_answer` says what is wrong
+        choice = answer["choices"][0]
+        fields = {"logprobs": choice.get("logprobs"), "return_token_ids": choice.get("token_ids")}
+        return {name for name, value in {**fields, "echo": is_echoed(answer)}.items() if not value}
+    return set()
+
+
 def is_echoed(answer: Mapping[str, Any]) -> bool:
     """Whether a completion has the prompt's log probabilities: llama.cpp's server takes "echo" and ignores it."""
     try:
@@ -171,12 +180,16 @@ def read_answer(
         choice = answer["choices"][0]
         text = str(choice["text"])
         finish = choice.get("finish_reason")
-        counted = (answer.get("usage") or {}).get("prompt_tokens")
+        usage = answer.get("usage") or {}
+        counted, completed = usage.get("prompt_tokens"), usage.get("completion_tokens")
         entries = _entries(choice.get("logprobs"))
         offsets = (choice.get("logprobs") or {}).get("text_offset")
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise BackendUnavailable(f"{url}/v1/completions answers with no completion of OpenAI's form") from error
     counted = counted if type(counted) is int and counted > 0 else None
+    unlisted: Ids = []
+    if echo and entries and counted and type(completed) is int:
+        unlisted = texts.unlisted_bos(entries, counted + completed)
     entries, is_cut = texts.whole(entries)
     finish = "length" if is_cut else finish
     expected = list(prompt) if isinstance(prompt, list) else model.tokenizer.encode(prompt)
@@ -184,12 +197,15 @@ def read_answer(
     echoed = 0
     if echo and entries:
         echoed = min(len(entries), len(entries) - len(new) if new is not None else counted or len(expected))
-        text = _without_echo(model, text, offsets, echoed, expected)
-    before = before or texts.resolve([], entries[:echoed], expected)
+        echoed -= len(unlisted) if new is None else 0
+        is_prompt = isinstance(prompt, str) and text.startswith(prompt)
+        text = text[len(prompt) :] if is_prompt else _without_echo(model, text, offsets, echoed, expected)
+    if before is None and (listed := texts.resolve([], entries[:echoed], expected[len(unlisted) :])) is not None:
+        before = [*unlisted, *listed]
     new = new or texts.resolve(before or expected, entries[echoed:], [])
     unknown: list[int | None] = [None] * len(entries)
-    ids = [*(before or unknown)[:echoed], *(new or unknown[echoed:])]
-    first = 0 if echoed else len(before or expected)
+    ids = [*(before[len(before) - echoed :] if before else unknown[:echoed]), *(new or unknown[echoed:])]
+    first = len(unlisted) if echoed else len(before or expected)
     logprobs: dict[int, dict[int, float]] = {}
     for place, (entry, token) in enumerate(zip(entries, ids, strict=False), first):
         if entry.logprob is not None and token is not None:
@@ -280,6 +296,12 @@ class TokenTexts:
                 return entries[:i], True
         return entries, False
 
+    def unlisted_bos(self, entries: Sequence[_Entry], count: int) -> Ids:
+        """The BOS tokens that an answer of `count` tokens does not list: llama-cpp-python leaves them out."""
+        bos, missing = self._model.config.bos_token_id, count - len(entries)
+        listed = not entries[0].name or bos in self.all(entries[0].name, entries[0].id)
+        return [bos] * missing if bos is not None and missing in (1, 2) and not listed else []
+
     def one(self, name: str, number: int | None) -> int | None:
         """The id, if there is only one."""
         ids = self.all(name, number)
@@ -293,8 +315,8 @@ class TokenTexts:
         choices = [self.all(entry.name, entry.id) for entry in entries]
         if not all(choices) or not choices:
             return None
-        shift = len(entries) - len(expected)  # of tokens that were added at the start
-        near = (expected[max(0, i - abs(shift)) : i + 1] for i in range(len(choices)))
+        shift = len(entries) - len(expected)  # of tokens that were added at the start; below 0: left out there
+        near = (expected[max(0, i - max(0, shift)) : i + 1 + max(0, -shift)] for i in range(len(choices)))
         ids = [next((t for t in each if t in own), each[0]) for each, own in zip(choices, near, strict=True)]
         unclear = [i for i, each in enumerate(choices) if len(each) > 1 and ids[i] not in expected]
         for _ in range(3 if unclear and prompt else 0):

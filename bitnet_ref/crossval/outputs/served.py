@@ -22,6 +22,12 @@ from .driving import Driving, drivings
 from .given import GivenRun, Replay, Rows
 
 PROMPTS = (PROMPT, "Once upon a time", "She said", "The")
+_OTHER_COUNT = sure_or_possible(
+    "other_prompt",
+    "the server runs on another prompt: it adds BOS, a space or a template, or has another tokenizer",
+    "Compare its prompt's ids with those of the model's tokenizer.",
+    False,
+)
 _FEW_PROMPT = 8  # ids, of a model without a tokenizer
 
 
@@ -71,6 +77,7 @@ class Exchange:
         parts = [] if self.greedy is None else [self.greedy.verdict]
         if self.logprobs is not None:
             parts.append(str(self.logprobs) if self.logprobs.agrees else f"DIFFERS: {self.logprobs}")
+        parts.sort(key=lambda part: not part.startswith("DIFFERS"))
         return "; ".join(parts) or "NOT COMPARABLE: the server gave no token"
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,7 +248,10 @@ def _explain(model: Model, served: Served, progress: Progress | None, budget_s: 
             if (by_logprobs := _by_logprobs(model, group)) is not None:
                 return by_logprobs
             runs = [each.run for each in group if each.run is not None]
-            return explain_tokens(model, runs, progress=progress, budget_s=budget_s)
+            causes = explain_tokens(model, runs, progress=progress, budget_s=budget_s)
+            if any(each.problem for each in group) and all(cause.name == "record_a_trace" for cause in causes):
+                return Diagnoses([_OTHER_COUNT])
+            return causes
     return Diagnoses()
 
 
