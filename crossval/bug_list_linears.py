@@ -118,6 +118,7 @@ LINEAR_BUGS = (
     bug("round_half_away", "exact ties", X_INT8, (QUANT, ROUNDED, AWAY)),
     bug("activation_scale_per_tensor", "bitnet",
         X_INT8, (QUANT, SCALE, "    largest = np.full((len(x), 1), np.abs(x).max())\n" + SCALE)),
+    bug("activation_scale_of_128", "bitnet", X_INT8, (QUANT, SCALE, SCALE.replace("127", "128"))),
     bug("activation_scale_128_wraps", "bitnet",
         X_INT8,
         (QUANT, SCALE, SCALE.replace("127", "128")),

@@ -11,6 +11,7 @@ from helpers import BITNET, GOLDEN, model, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.cli import cli
+from bitnet_ref.crossval import default_tokens
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
 from bitnet_ref.crossval.explain.evidence import Evidence
@@ -174,6 +175,27 @@ def test_two_mistakes_at_once(mistakes, load):
     found = diagnosed(load(), candidate, thorough=False)
     assert confirmed(found) == {" + ".join(mistakes)}
     assert next(d.name for d in found if d.partly) == mistakes[0]
+
+
+def test_flips_at_ties_are_no_second_mistake():
+    """A right engine may round a value on a half either way, and a trace without int8 does not show it."""
+    m = model("storyteller", backend="numpy")
+    tokens = default_tokens(m)
+    setting = BY_NAME["round_half_away"].change(BY_NAME["gqa_heads_interleaved"].change(Setting.of(m, tokens)))
+    candidate = {
+        name: array for name, array in setting.run().items() if name.endswith(("resid_post", "lm_head.hook_out"))
+    }
+    comparison = compare(m.run_with_cache(tokens)[1], candidate, m.config, tokens)
+    assert confirmed(diagnose(m, tokens, candidate, comparison)) == {"gqa_heads_interleaved"}
+
+
+@pytest.mark.parametrize("name", ["activation_scale_of_128", "activation_scale_128_wraps"])
+def test_a_factor_of_128_wraps_or_is_cut(name):
+    m = model("storyteller", backend="numpy")
+    tokens = default_tokens(m)
+    candidate = BY_NAME[name].change(Setting.of(m, tokens)).run()
+    comparison = compare(m.run_with_cache(tokens)[1], candidate, m.config, tokens)
+    assert confirmed(diagnose(m, tokens, candidate, comparison)) == {name}
 
 
 def test_a_sparse_trace_widens_the_search(load):

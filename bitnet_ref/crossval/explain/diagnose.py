@@ -32,6 +32,8 @@ from .hypotheses.prompts import prompt_hypotheses, tokenizer_of
 from .recording import wrong_recording
 from .variants import IMPOSSIBLE, Setting
 
+_TIES = ("round_half_away", "round_half_up")  # mistakes that change values on a half alone
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -202,9 +204,17 @@ def _search_causes(search: _Search, depth: int) -> None:
             last = search.run()
         finally:
             for d in (d for d in further if d.confirmed):
-                both = _combine([*assumed, d])
-                changes[both.cause] = partial(_change_all, [changes[one.cause] for one in (*assumed, d)])
+                needed = assumed if d.name in _TIES and _is_up_to_flips(search, part) else [*assumed, d]
+                both = _combine(needed)
+                tested[:] = [each for each in tested if each.cause != both.cause]
+                changes[both.cause] = partial(_change_all, [changes[one.cause] for one in needed])
                 tested.append(both)
+
+
+def _is_up_to_flips(search: _Search, part: Diagnosis) -> bool:
+    """Whether a mistake explains the logits up to flips of values on a half, which a trace without int8 hides."""
+    is_shown = any(name.endswith(INT8) for name in search.candidate)
+    return not is_shown and part.logit_error is not None and search._explains_logits(part.logit_error, EXPLAINED_SHARE)
 
 
 def _change_all(changes: Sequence[Change], setting: Setting) -> Setting | None:

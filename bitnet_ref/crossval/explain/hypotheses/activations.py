@@ -156,6 +156,8 @@ HYPOTHESES = (
     scale_mistake("activation_floor_added", "1e-5 is added to max|x|",
         "It is a floor: max(max|x|, 1e-5).",
         _scaled(lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR)))),
+    scale_mistake("activation_scale_of_128", "the activation scale is 128 / max|x|",
+        "The factor is 127.", _scaled(lambda largest: np.float32(128) / np.maximum(largest, np.float32(SCALE_FLOOR)))),
     Hypothesis("*_proj.hook_x_scale *_proj.hook_x_int8", "activation_scale_128_wraps",
         "activations are scaled by 128 / max|x|, and 128 becomes the int8 -128",
         "The factor is 127.", _of_128_wrapping),
