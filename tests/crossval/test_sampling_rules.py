@@ -1,6 +1,7 @@
 """`crossval sample`: each wrong rule is named, by probabilities and by draws; correct engines are not accused."""
 
 import json
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from cli_runs import invoke, invoke_json
 
 from bitnet_ref.crossval.outputs.draws import Draws, judge_draws
+from bitnet_ref.crossval.outputs.files import read_draws
 from bitnet_ref.crossval.outputs.sampling_rules import RIGHT, WRONG_RULES, Row, truth
+from bitnet_ref.errors import FormatError
 from bitnet_ref.generation.params import SamplingParams
 
 VALUES = {
@@ -158,6 +161,7 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
         ({"logits": [[1.0, "x"]]}, "logits: expected numbers"),
         ({"params": {"temprature": 1}}, "params.temprature"),
         ({"params": {"top_p": 3}}, "top_p"),
+        ({"logits": [10**400, 0, 0]}, "logits: expected numbers"),
         ({"chosen": [7]}, "chosen: expected ids below 3"),
         ({"chosen": None}, "chosen: is missing"),
         ({"prompt": [9]}, "prompt: expected ids below 3"),
@@ -175,3 +179,36 @@ def test_bad_files(change, said, tmp_path):
     assert said in result.output
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 no archive")
     assert invoke("crossval", "sample", tmp_path / "bad.npz").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("at", "value"), [(6, 1), (6, 0x20), (8, 77), (4, 99)], ids=["encrypted", "patched", "compression", "version"]
+)
+def test_archives_that_zipfile_refuses(at, value, tmp_path):
+    """By a byte of the first entry and of its record in the directory."""
+    path = tmp_path / "bad.npz"
+    np.savez(path, logits=[[1.0, 2.0]], chosen=[1])
+    data = bytearray(path.read_bytes())
+    for place in (0, data.index(b"PK\x01\x02") + 2):
+        data[place + at] = value
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=r"is not a \.npz file"):
+        read_draws(path)
+
+
+@pytest.mark.parametrize("header", ["(" * 90, "{'descr':'<f8','fortran_order':False,'shape':(1,1000000000000000)}"])
+def test_arrays_that_numpy_refuses(header, tmp_path):
+    path = tmp_path / "bad.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("logits.npy", b"\x93NUMPY\x01\x00" + bytes([118, 0]) + header.ljust(117).encode() + b"\n")
+    with pytest.raises(FormatError, match=r"is not a \.npz file"):
+        read_draws(path)
+
+
+def test_members_that_are_no_arrays(tmp_path):
+    path = tmp_path / "bad.npz"
+    np.savez(path, logits=[[1.0, 2.0]])
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("chosen", b"abc")
+    with pytest.raises(FormatError, match="chosen: expected ids"):
+        read_draws(path)

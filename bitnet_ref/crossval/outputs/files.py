@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -194,13 +192,18 @@ def _read_npz(path: Path) -> dict[str, Any]:
                         message = f"is {info.file_size} bytes in a file of {size}"
                         raise FormatError(message, path=path, field=info.filename)
                 out: dict[str, Any] = {name: arrays[name] for name in arrays.files}
-        except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        except FormatError:
+            raise
+        except (
+            Exception
+        ) as error:  # zipfile and NumPy raise errors of many kinds, as RuntimeError, TokenError, MemoryError
             raise FormatError(f"is not a .npz file: {error}", path=path) from error
     if "params" in out:
         text = str(out["params"])
         out["params"] = parse_json_object(text.encode(), FormatError, path)
     return {
-        name: value if isinstance(value, dict) or name == "logits" else value.tolist() for name, value in out.items()
+        name: value if isinstance(value, dict) or name == "logits" else np.asarray(value).tolist()
+        for name, value in out.items()
     }
 
 
@@ -209,7 +212,7 @@ def _array(raw: Mapping[str, Any], name: str, path: Path) -> Wide:
         raise FormatError("is missing", path=path, field=name)
     try:
         return np.asarray(raw[name], dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise FormatError("expected numbers, as many in each row", path=path, field=name) from error
 
 
