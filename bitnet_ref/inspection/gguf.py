@@ -159,7 +159,8 @@ class GgufInspector(Inspector):
         tokens = metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list):
             return
-        if metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in metadata:
+        model = metadata.get("tokenizer.ggml.model")  # it may be an array, which has no truth value
+        if isinstance(model, str) and model == "gpt2" and "tokenizer.ggml.pre" not in metadata:
             assumed = "; llama-bpe is assumed" if len(tokens) == LLAMA3_VOCAB else ""
             message = f"the key is absent, which names the pre-tokenizer{assumed}. Other tools cut text wrongly"
             self.out.report("warning", "tokenizer", message, field="tokenizer.ggml.pre")

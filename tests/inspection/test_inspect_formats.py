@@ -370,6 +370,12 @@ def test_an_end_token_that_is_an_array(tmp_path, formats):
     assert len(found.ternary) == 42
 
 
+def test_a_tokenizer_model_that_is_an_array(tmp_path, formats):
+    array = {"tokenizer.ggml.model": Typed("[uint32]", [1, 2])}
+    path = changed(tmp_path / "m.gguf", formats["gguf-i2_s"], array)
+    assert "tokenizer.ggml.model" in {finding.field for finding in inspect_model(path).findings}
+
+
 @pytest.mark.parametrize("suffix", [".gguf", ".bitnet.safetensors", ".onnx"])
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"\x00" * 100, b"\x08\x01\xff\xff"])
 def test_files_that_are_no_models(tmp_path, suffix, data):
