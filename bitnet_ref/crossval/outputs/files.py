@@ -194,9 +194,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
                 out: dict[str, Any] = {name: arrays[name] for name in arrays.files}
         except FormatError:
             raise
-        except (
-            Exception
-        ) as error:  # zipfile and NumPy raise errors of many kinds, as RuntimeError, TokenError, MemoryError
+        except Exception as error:  # zipfile and NumPy raise many kinds: RuntimeError, TokenError, MemoryError
             raise FormatError(f"is not a .npz file: {error}", path=path) from error
     if "params" in out:
         text = str(out["params"])
