@@ -69,10 +69,12 @@ KNOWN: dict[str, str] = {
     "len(requests) -> results: list[tuple[float, bool]] = [(0.0, (True))] * len(requests)": (
         "each is replaced by what is computed"
     ),
-    "evaluation/harness.py TaskModel.generate_until: while len(handles) - len(texts) > engine.config.max_batch: "
-    "-> while (len(handles) - len(texts) >= engine.config.max_batch):": (
-        "how many requests are given to the engine at a time"
-    ),
+    "evaluation/harness.py TaskModel.generate_until: while running and (number == len(requests) or len(running) > "
+    "engine.config.max_batch): -> while running and (number == len(requests) or (len(running) >= "
+    "engine.config.max_batch)):": ("how many requests are given to the engine at a time"),
+    "evaluation/harness.py TaskModel.generate_until: def generate_until(self, requests: Sequence[Any], disable_tqdm: "
+    "bool = False) -> list[str]: -> def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = (True)) -> "
+    "list[str]:": ("a parameter of lm-eval's that is not used here"),
     # -- inspection
     "inspection/tensor.py TensorView.figure: figure, ((left, *others),) = new_figure(1, len(ratios), size=(9, 3), "
     "width_ratios=ratios) -> figure, ((left, *others),) = new_figure(1, len(ratios), size=((10), 3), "
