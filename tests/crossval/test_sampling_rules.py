@@ -205,8 +205,11 @@ def test_arrays_that_numpy_refuses(header, tmp_path):
         read_draws(path)
 
 
-def test_members_that_are_no_arrays(tmp_path):
+def test_members_that_are_no_arrays_of_numbers(tmp_path):
     path = tmp_path / "bad.npz"
+    np.savez(path, logits=[[1j, 2.0]], chosen=[1])
+    with pytest.raises(FormatError, match="logits: expected numbers"):
+        read_draws(path)
     np.savez(path, logits=[[1.0, 2.0]])
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("chosen", b"abc")

@@ -209,8 +209,8 @@ def _array(raw: Mapping[str, Any], name: str, path: Path) -> Wide:
     if name not in raw:
         raise FormatError("is missing", path=path, field=name)
     try:
-        return np.asarray(raw[name], dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
+        return np.asarray(raw[name]).astype(np.float64, casting="same_kind")  # which complex numbers are not
+    except (TypeError, ValueError) as error:
         raise FormatError("expected numbers, as many in each row", path=path, field=name) from error
 
 
