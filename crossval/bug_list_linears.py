@@ -113,6 +113,7 @@ LINEAR_BUGS = (
     bug("hf_rows_adjacent", "bitnet",
         ACC,
         (PACKING, "packed[first : first + len(block)]", "packed[4 * start + quarter : 4 * (start + len(block)) : 4]")),
+    bug("hf_bits_reversed", "bitnet", ACC, (PACKING, "2 * quarter)", "2 * (3 - quarter))")),
     bug("qk_permuted", "bitnet", ACC, (CHECKPOINT, READ, READ + PERMUTE)),
     # -- activation quantisation
     bug("round_half_away", "exact ties", X_INT8, (QUANT, ROUNDED, AWAY)),
