@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +104,14 @@ def tokens_command(
     report(facts, lambda out: draw_outputs(rows, causes, out), 0 if agrees else DIFFERS)
 
 
+def _json_object(ctx: click.Context, param: click.Parameter, value: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        fields = json.loads(value)
+        if isinstance(fields, dict):
+            return fields
+    raise click.BadParameter("""expected a JSON object, such as '{"repeat_penalty": 1}'""")
+
+
 @click.command("openai", short_help="A server with OpenAI's HTTP API.")
 @click.argument("url")
 @click.argument("model")
@@ -110,6 +120,9 @@ def tokens_command(
 @click.option("--prompt", "prompts", multiple=True, help="What to send; may be repeated.  [default: some sentences]")
 @click.option("--max-tokens", default=48, show_default=True, type=click.IntRange(1), help="New tokens of each prompt.")
 @click.option("--embeddings", is_flag=True, help="Compare the vectors of /v1/embeddings instead.")
+@click.option(
+    "--body", default="{}", callback=_json_object, metavar="JSON", help="Fields that each request has as well."
+)
 @click.option("--timeout", default="300s", show_default=True, callback=seconds, metavar="TIME", help="Of one request.")
 @_DTYPE
 @budget_option
@@ -122,6 +135,7 @@ def openai_command(
     prompts: tuple[str, ...],
     embeddings: bool,
     max_tokens: int,
+    body: dict[str, Any],
     timeout: float,
     engine_dtype: str,
     budget: float,
@@ -129,13 +143,14 @@ def openai_command(
     """Compare what the server at URL answers with MODEL on the reference.
 
     Prompts go to /v1/completions, as token ids where the server takes them. Log probabilities, the prompt's tokens and
-    token ids are compared where it has them; else greedy tokens, or their text.
+    token ids are compared where it has them; else greedy tokens, or their text. A server that penalises repetitions
+    unless it is told otherwise (llama-cpp-python) is told so by --body '{"repeat_penalty": 1}'.
     """
     from ..crossval.outputs.client import Client
     from ..crossval.outputs.served import cross_server
     from ..crossval.outputs.vectors import cross_vectors
 
-    client = Client(url, served_model, api_key or None, timeout)
+    client = Client(url, served_model, api_key or None, timeout, body)
     loaded = load_reference(model)
     if embeddings:
         vectors = cross_vectors(loaded, client, texts=prompts, engine_dtype=engine_dtype)

@@ -273,6 +273,25 @@ def test_failures_are_one_line(engine, tmp_path):
         assert len(result.output.strip().splitlines()) == 1
 
 
+def test_fields_of_each_request(engine, monkeypatch):
+    """A server that penalises repetitions unless a request says otherwise."""
+    planted = Planted(engine)
+    answer = planted.answer
+
+    def answer_by_field(path, body):
+        planted.options["repetition_penalty"] = body.get("repeat_penalty", 1.3)
+        return answer(path, body)
+
+    monkeypatch.setattr(planted, "answer", answer_by_field)
+    with planted.running() as url:
+        assert invoke("crossval", "openai", url, "storyteller", "--prompt", "The").exit_code == 1
+        told = invoke("crossval", "openai", url, "storyteller", "--prompt", "The", "--body", '{"repeat_penalty": 1}')
+        assert told.exit_code == 0, told.output
+        for body in ("[1]", "x"):
+            wrong = invoke("crossval", "openai", url, "storyteller", "--body", body)
+            assert (wrong.exit_code, "expected a JSON object" in wrong.output) == (2, True)
+
+
 def test_the_key_is_sent(engine):
     planted = Planted(engine)
     with planted.running() as url:

@@ -46,12 +46,14 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass
 class Client:
-    """url: of the server, with or without /v1.   served_model: the name it knows the model by; None: its first one."""
+    """url: of the server, with or without /v1.   served_model: the name it knows the model by; None: its first one.
+    fields: that each request has as well."""
 
     url: str
     served_model: str | None = None
     key: str | None = None
     timeout_s: float = 300.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
     features: dict[str, Any] | None = None  # of the first request that the server took
     takes_ids: bool = True
     _texts: TokenTexts | None = None
@@ -70,7 +72,7 @@ class Client:
         headers = {"content-type": "application/json", "accept": "application/json"}
         if self.key is not None:
             headers["authorization"] = f"Bearer {self.key}"
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps({**body, **self.fields}).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, headers)
         try:
             with self._opener.open(request, timeout=self.timeout_s) as answer:
